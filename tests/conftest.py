@@ -1,0 +1,41 @@
+"""What every test shares: the flat modules on the path, hypothesis profiles, and the PyPI `gguf` package as an oracle."""
+
+import functools
+import importlib
+import os
+import sys
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+for folder in (ROOT, ROOT / "tests"):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=100, print_blob=True)
+hypothesis.settings.register_profile("deep", deadline=None, max_examples=10_000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@functools.cache
+def oracle_gguf():
+    """The PyPI package `gguf`, imported past our own gguf.py, which keeps the name."""
+    ours = importlib.import_module("gguf")
+    path = sys.path[:]
+    try:
+        sys.path = [p for p in path if Path(p or ".").resolve() != ROOT]
+        del sys.modules["gguf"]
+        return importlib.import_module("gguf")
+    finally:
+        sys.path = path
+        sys.modules["gguf"] = ours
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The default model's file, fetched into the user's cache on first use."""
+    import checkpoint
+
+    return checkpoint.fetch("smollm2")
