@@ -1,0 +1,223 @@
+"""Tiny random checkpoints, made on the spot by well-known libraries, for tests that need a model but not a good one.
+
+`hf_folder` has transformers build and save a model (hidden size 64, two layers, 320 tokens), so the folder's names,
+shapes and config keys are those of real checkpoints. `gguf_file` writes the same weights with the PyPI package `gguf`
+the way llama.cpp stores them, with the rows of q and k of Llama-like models reordered. Weights are drawn wide (standard
+deviation 0.3) so that logits are spread, an argmax is seldom a near-tie, and norms and biases are away from one and
+zero, where forgetting them would go unnoticed.
+
+    folder = tiny.hf_folder(tmp_path / "m", "llama", num_key_value_heads=1)  # any config field as an override
+    file = tiny.gguf_file(folder, tmp_path / "m.gguf", quant="Q4_0")
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import torch
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1 (BOS) and 2 (EOS)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CORPUS = (
+    "the cat sat on the mat and the dog sat on the log",
+    "once upon a time there was a little engine that could serve them all",
+    "def add(a, b):\n    return a + b\n",
+    "hello world, this is a test of the tokenizer. It is small.",
+)
+
+
+def hf_folder(
+    path: str | Path,
+    arch: str,
+    seed: int = 0,
+    tokenizer: bool = True,
+    dtype: str = "float32",
+    max_shard_size: str | int = "5GB",
+    **overrides,
+) -> Path:
+    """Save a random checkpoint of `arch` (one of ARCHITECTURES) at `path`; `overrides` are fields of its config."""
+    import transformers
+
+    shape = dict(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=None,
+    )
+    if arch == "qwen3":
+        shape["head_dim"] = 32  # not hidden_size / heads, as in the real ones
+    names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+    config = getattr(transformers, names[arch] + "Config")(**(shape | overrides))
+    model = getattr(transformers, names[arch] + "ForCausalLM")(config).float().eval()
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):  # a tied head is listed once
+            noise = torch.randn(parameter.shape, generator=draw) * (0.1 if "norm" in name else 0.3)
+            parameter.copy_(noise + 1 if "norm" in name else noise)
+    path = Path(path)
+    model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=max_shard_size)
+    if tokenizer:
+        save_tokenizer(path, min(320, config.vocab_size))
+    return path
+
+
+def save_tokenizer(path: str | Path, vocab_size: int = 320) -> None:
+    """A byte-level BPE with the ChatML control tokens as ids 0, 1, 2: the two tokenizer files of folder `path`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIALS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS * 3, trainer)
+    path = Path(path)
+    tokenizer.save(str(path / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": SPECIALS[1],
+        "eos_token": SPECIALS[2],
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
+GGUF_NAMES = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_name(name: str) -> str:
+    """model.layers.0.self_attn.q_proj.weight -> blk.0.attn_q.weight"""
+    outer = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    stem, _, kind = name.rpartition(".")
+    if stem in outer:
+        return f"{outer[stem]}.{kind}"
+    layer, _, part = stem.removeprefix("model.layers.").partition(".")
+    return f"blk.{layer}.{GGUF_NAMES[part]}.{kind}"
+
+
+def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of each head from halves (0..d/2 | d/2..d) to pairs (0, d/2, 1, d/2+1, ...), as llama.cpp rotates them."""
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def gguf_file(hf_path: str | Path, out: str | Path, quant: str = "F32") -> Path:
+    """The checkpoint in `hf_path` as GGUF at `out`.
+
+    `quant` (F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0) applies to the matrices; norms and biases stay F32.
+    """
+    from conftest import oracle_gguf
+    from safetensors import safe_open
+
+    gguf = oracle_gguf()
+    hf_path, out = Path(hf_path), Path(out)
+    config = json.loads((hf_path / "config.json").read_text(encoding="utf-8"))
+    arch = "llama" if config["model_type"] == "mistral" else config["model_type"]
+    writer = gguf.GGUFWriter(str(out), arch)
+    write_metadata(writer, gguf, config)
+    if (hf_path / "tokenizer.json").exists():
+        write_tokenizer(writer, hf_path, config["vocab_size"])
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    for shard in sorted(hf_path.glob("*.safetensors")):
+        with safe_open(shard, framework="pt") as tensors:
+            for name in sorted(tensors.keys()):
+                value = tensors.get_tensor(name).float()
+                part = name.split(".")[-2]
+                if arch == "llama" and part in heads:
+                    value = permute(value, heads[part])
+                kind = gguf.GGMLQuantizationType[quant if value.ndim == 2 else "F32"]
+                writer.add_tensor(gguf_name(name), gguf.quants.quantize(value.numpy(), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+def write_metadata(writer, gguf, config: dict) -> None:
+    """The hyperparameters, under the names llama.cpp gives them."""
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    rope = config.get("rope_parameters") or {}
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
+    kind = rope.get("rope_type", "default")
+    if kind in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if kind == "llama3":
+        factors = llama3_factors(rope, head_dim)
+        writer.add_tensor("rope_freqs.weight", factors.numpy())
+
+
+def llama3_factors(rope: dict, head_dim: int) -> torch.Tensor:
+    """The divisor of each rotary frequency under Llama 3.1's rule, kept by llama.cpp as a tensor: [head_dim / 2]."""
+    factors = []
+    for i in range(0, head_dim, 2):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (i / head_dim)
+        turns = rope["original_max_position_embeddings"] / wavelength
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
+        factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return torch.tensor(factors)
+
+
+def write_tokenizer(writer, hf_path: Path, vocab_size: int) -> None:
+    """The byte-level BPE of tokenizer.json as llama.cpp's "gpt2" vocabulary; ids past the tokenizer's are unused."""
+    content = json.loads((hf_path / "tokenizer.json").read_text(encoding="utf-8"))
+    tokens = {i: token for token, i in content["model"]["vocab"].items()}
+    added = {entry["id"]: entry["content"] for entry in content["added_tokens"]}
+    tokens |= added
+    kinds = [3 if i in added else 1 if i in tokens else 5 for i in range(vocab_size)]  # control, normal, unused
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([tokens.get(i, f"[PAD{i}]") for i in range(vocab_size)])
+    writer.add_token_types(kinds)
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in content["model"]["merges"]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(CHAT_TEMPLATE)
