@@ -1,0 +1,121 @@
+"""The whole engine, slow: what every other file must agree with.
+
+Generating text is one loop: run the model over all tokens so far, look at the last row of logits, pick a token,
+append it, repeat. Here it is with nothing added: float32, one sequence, no cache, every token computed anew each time.
+
+    tokens [T] -> embed [T, hidden] -> (attention + MLP) x layers -> norm -> logits [T, vocab] -> pick the last row's best
+       ^                                                                                              |
+       +----------------------------------- append ---------------------------------------------------+
+
+Everything else in this repository is a speed-up of this file, and its tests demand the same tokens. That is why this
+file shares no code with model.py: a mistake would have to be made twice, in two different ways, to go unseen.
+Rotary embeddings are written as complex rotations here and as real ones there, attention as one masked matrix here and
+as a walk over pages there.
+
+Sources: Llama (arXiv:2302.13971, section 2), RoPE (arXiv:2104.09864, section 3.2), position interpolation
+(arXiv:2306.15595), YaRN (arXiv:2309.00071, sections 3.2 to 3.4), grouped-query attention (arXiv:2305.13245).
+Left out, deliberately: caches, batches, quantisation, any other number format than float32.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+
+def inverse_frequencies(config) -> tuple[torch.Tensor, float]:
+    """Angle per position of each of the head_dim / 2 rotating pairs [head_dim / 2], and a factor on their length."""
+    half = torch.arange(0, config.head_dim, 2, dtype=torch.float64)
+    freqs = config.rope_theta ** -(half / config.head_dim)
+    scaling = config.rope_scaling or {"rope_type": "default"}
+    kind, factor = scaling["rope_type"], scaling.get("factor", 1.0)
+    if kind == "linear":
+        return freqs / factor, 1.0
+    if kind == "llama3":  # slow pairs are interpolated, fast ones kept, those between are blended
+        turns = scaling["original_max_position_embeddings"] * freqs / (2 * math.pi)
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        return freqs * (keep + (1 - keep) / factor), 1.0
+    if kind == "llama3_factors":  # GGUF stores the divisors that llama3 scaling comes to
+        return freqs / torch.tensor(scaling["factors"], dtype=torch.float64), 1.0
+    if kind == "yarn":
+        original = scaling["original_max_position_embeddings"]
+
+        def pair_that_turns(n):  # the (fractional) pair index that turns n times over the original context
+            return config.head_dim * math.log(original / (n * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+
+        first, last = pair_that_turns(scaling.get("beta_fast") or 32), pair_that_turns(scaling.get("beta_slow") or 1)
+        if scaling.get("truncate", True):
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, config.head_dim - 1)
+        keep = 1 - ((half / 2 - first) / (last - first or 0.001)).clamp(0, 1)
+        return freqs * (keep + (1 - keep) / factor), scaling["attention_factor"]
+    return freqs, 1.0
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def rotate(x: torch.Tensor, config) -> torch.Tensor:
+    """Turn each pair (i, i + head_dim / 2) of x [T, heads, head_dim] by position times its frequency."""
+    freqs, length = inverse_frequencies(config)
+    angles = torch.outer(torch.arange(x.shape[0], dtype=torch.float64), freqs)
+    turn = torch.polar(torch.full_like(angles, length), angles).to(torch.complex64)[:, None]  # [T, 1, head_dim / 2]
+    pairs = torch.complex(*x.chunk(2, dim=-1)) * turn
+    return torch.cat([pairs.real, pairs.imag], dim=-1)
+
+
+def forward(weights: dict[str, torch.Tensor], config, tokens: list[int]) -> torch.Tensor:
+    """Logits [T, vocab] of every position of one sequence. `weights` holds float32 tensors by their Hugging Face names."""
+    w = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+    T, heads, kv_heads, head_dim = len(tokens), config.num_heads, config.num_kv_heads, config.head_dim
+
+    def linear(x, name):
+        y = x @ w[name + ".weight"].T
+        return y + w[name + ".bias"] if name + ".bias" in w else y
+
+    age = torch.arange(T)[:, None] - torch.arange(T)[None, :]  # [query, key]: how far back the key lies
+    x = w["embed_tokens.weight"][torch.tensor(tokens)]  # [T, hidden]
+    for i in range(config.num_layers):
+        layer, window = f"layers.{i}.", config.sliding_window[i]
+        h = rms_norm(x, w[layer + "input_layernorm.weight"], config.rms_norm_eps)
+        q = linear(h, layer + "self_attn.q_proj").view(T, heads, head_dim)
+        k = linear(h, layer + "self_attn.k_proj").view(T, kv_heads, head_dim)
+        v = linear(h, layer + "self_attn.v_proj").view(T, kv_heads, head_dim)
+        if config.qk_norm:
+            q = rms_norm(q, w[layer + "self_attn.q_norm.weight"], config.rms_norm_eps)
+            k = rms_norm(k, w[layer + "self_attn.k_norm.weight"], config.rms_norm_eps)
+        q, k = rotate(q, config), rotate(k, config)
+        k, v = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))  # [T, heads, head_dim]
+        scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(head_dim)
+        hidden = (age < 0) | (age >= (window or T + 1))  # the future, and what the window has left behind
+        probs = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        attended = torch.einsum("hqk,khd->qhd", probs, v).reshape(T, heads * head_dim)
+        x = x + linear(attended, layer + "self_attn.o_proj")
+        h = rms_norm(x, w[layer + "post_attention_layernorm.weight"], config.rms_norm_eps)
+        gate, up = linear(h, layer + "mlp.gate_proj"), linear(h, layer + "mlp.up_proj")
+        x = x + linear(torch.nn.functional.silu(gate) * up, layer + "mlp.down_proj")
+    head = w.get("lm_head.weight", w["embed_tokens.weight"])  # tied models read the embedding table backwards
+    return rms_norm(x, w["norm.weight"], config.rms_norm_eps) @ head.T
+
+
+def greedy(logits: torch.Tensor) -> int:
+    return int(logits.argmax())
+
+
+def generate(
+    weights: dict[str, torch.Tensor],
+    config,
+    prompt: list[int],
+    max_tokens: int,
+    pick: Callable[[torch.Tensor], int] = greedy,
+    stop_ids: tuple[int, ...] = (),
+) -> list[int]:
+    """The tokens that follow `prompt`: at most `max_tokens`, ending with the first one in `stop_ids`."""
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < max_tokens:
+        tokens.append(pick(forward(weights, config, tokens)[-1]))
+        if tokens[-1] in stop_ids:
+            break
+    return tokens[len(prompt) :]
