@@ -1,0 +1,405 @@
+"""The hot operations of a decoder step, each registered as a torch op with a readable reference.
+
+The problem. A decode step of a small model spends its time in very few places: reading the weights once (the linear
+layers), reading the live keys and values once (attention), and everything else, which is nearly all overhead: a
+separate norm, a separate rotation, a separate addition each read and write the hidden state again and each cost a
+call. So the step is cut into a few operations that move every byte once.
+
+The idea. Each operation exists up to three times with one signature: the torch REFERENCE in this file (what it means),
+C++ for the CPU (kernels.cpp, marshalled by kernels_native.py) and Triton for the GPU (kernels_triton.py). This file
+registers them under `torch.ops.vitrine` with a fake, so that torch.compile sees an opaque node and no graph break, and
+picks the implementation: `set_backend("native" | "reference" | "triton")`.
+
+One decoder layer is six calls:
+
+    hidden ─┬─ int4_linear(norm) ── rope_write_kv ── paged_attention ── int4_linear(residual) ─┬─ ...
+            └──────────────────────────────────────────────────────────────────────────────────┘
+        ... ─┬─ int4_linear(norm, silu_gate) ── int4_linear(residual) ─┬─ hidden
+             └─────────────────────────────────────────────────────────┘
+
+Quantised weights have one packed form for every backend. Sixteen output channels by 32 inputs are one tile, and inside
+a tile four consecutive inputs of one channel are neighbours, which is what the machine's 8-bit dot products consume
+(AVX2 `maddubs`, AVX-512 VNNI `dpbusd`: 4 products a 32-bit lane, one lane a channel):
+
+    int4 tile, 256 bytes = 4 chunks of 64     chunk c, byte 4*channel + i
+    ┌ channel 0 ┬ channel 1 ┬ ... 15 ┐        low nibble:  input 4*c + i
+    │ i=0 1 2 3 │ i=0 1 2 3 │        │        high nibble: input 4*(c+4) + i
+    └───────────┴───────────┴────────┘        int8 tile, 512 bytes = 8 such chunks, a whole byte each
+
+After the tiles of its 16 channels come their scales (and, for int4, minima) in fp16, 16 channels of a group side by
+side. Every step of the product reads one contiguous run.
+
+Batch invariance. In the native backend the result of a row never depends on which other rows are in the call: one row,
+few rows and many rows add in the same order, and attention walks the keys in fixed tiles from position 0. That is what
+makes greedy decoding independent of batching, chunking and preemption bit for bit, and not just nearly.
+
+Sources: paged attention, Kwon et al. 2023, section 4; online softmax, Milakov and Gimelshein 2018, Algorithm 3; 8-bit
+activations per group of 32, the Q8_0 format of GGUF; rotary embedding, Su et al. 2021, section 3.4; SiLU-gated MLP,
+Shazeer 2020, section 2.
+
+Left out: gradients, training-time dropout, attention biases other than the sliding window, int4 without a minimum
+(a symmetric code is the case min = -8 * scale).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+TILE = 16  # output channels side by side in a packed tile
+GROUP = 32  # inputs per packed tile, and per scale of the 8-bit activations
+
+
+# ---------------------------------------------------------------- packed weights
+
+
+def pack_int4(qweight: Tensor, scales: Tensor, mins: Tensor, group_size: int) -> Tensor:
+    """Canonical int4 -> uint8 [tiles, bytes], the form `int4_linear` takes.
+
+    `qweight` uint8 [N, Kp/2]: byte i of a block of 32 weights holds weight i (low nibble) and weight i + 16 (high);
+    `scales`, `mins` fp16 [N, Kp/group_size]; the weight is code * scale + min.
+    """
+    n, half = qweight.shape
+    _check_group(2 * half, group_size)
+    low_high = qweight.view(n, half // 16, 1, 16)
+    codes = torch.cat((low_high & 15, low_high >> 4), dim=2).view(n, 2 * half)  # [N, Kp]
+    steps = _to_tiles(codes)  # [tiles, K32, 8, 64]
+    nibbles = steps[:, :, :4] | (steps[:, :, 4:] << 4)  # [tiles, K32, 4, 64]
+    params = torch.stack((_channels_last(scales.half()), _channels_last(mins.half())), dim=2)  # [tiles, G, 2, 16]
+    return torch.cat((nibbles.flatten(1), _as_bytes(params)), dim=1)
+
+
+def unpack_int4(packed: Tensor, in_features: int, group_size: int) -> Tensor:
+    """uint8 [tiles, bytes] -> float32 [tiles * 16, in_features], the dequantised weight."""
+    k = _padded(in_features, group_size)
+    nibbles = packed[:, : k * TILE // 2].reshape(-1, k // GROUP, 4, 4 * TILE)
+    codes = _from_tiles(torch.cat((nibbles & 15, nibbles >> 4), dim=2))  # [N, Kp]
+    params = packed[:, k * TILE // 2 :].contiguous().view(torch.float16).view(-1, k // group_size, 2, TILE)
+    scale, low = (p.transpose(1, 2).reshape(codes.shape[0], -1, 1).float() for p in params.unbind(2))  # [N, G, 1]
+    weight = codes.view(codes.shape[0], -1, group_size).float() * scale + low
+    return weight.flatten(1)[:, :in_features]
+
+
+def pack_int8(qweight: Tensor, scales: Tensor, group_size: int) -> Tensor:
+    """Canonical int8 -> uint8 [tiles, bytes], the form `int8_linear` takes.
+
+    `qweight` int8 [N, Kp]; `scales` fp16 [N, Kp/group_size], or, with `group_size` 0, float32 [N, 1]: one per row.
+    """
+    if group_size:
+        _check_group(qweight.shape[1], group_size)
+    elif qweight.shape[1] % GROUP:
+        qweight = F.pad(qweight, (0, -qweight.shape[1] % GROUP))
+    params = _channels_last(scales.half() if group_size else scales.float())  # [tiles, G, 16]
+    return torch.cat((_to_tiles(qweight.view(torch.uint8)).flatten(1), _as_bytes(params)), dim=1)
+
+
+def unpack_int8(packed: Tensor, in_features: int, group_size: int) -> Tensor:
+    """uint8 [tiles, bytes] -> float32 [tiles * 16, in_features], the dequantised weight."""
+    k = _padded(in_features, group_size)
+    steps = packed[:, : k * TILE].reshape(-1, k // GROUP, 8, 4 * TILE)
+    codes = _from_tiles(steps).view(torch.int8).float()  # [N, Kp]
+    dtype = torch.float16 if group_size else torch.float32
+    params = packed[:, k * TILE :].contiguous().view(dtype).view(packed.shape[0], -1, TILE)
+    scale = params.transpose(1, 2).reshape(codes.shape[0], -1, 1).float()  # [N, G, 1]
+    return (codes.view(codes.shape[0], scale.shape[1], -1) * scale).flatten(1)[:, :in_features]
+
+
+def _to_tiles(codes: Tensor) -> Tensor:  # [N, Kp] uint8 -> [tiles, K32, 8 steps, 16 channels * 4 inputs]
+    codes = F.pad(codes, (0, 0, 0, -codes.shape[0] % TILE))
+    k = codes.shape[1]
+    return codes.view(-1, TILE, k // GROUP, 8, 4).permute(0, 2, 3, 1, 4).reshape(-1, k // GROUP, 8, 4 * TILE)
+
+
+def _from_tiles(steps: Tensor) -> Tensor:  # the inverse: [tiles, K32, 8, 64] -> [tiles * 16, Kp]
+    tiles, groups = steps.shape[:2]
+    return steps.view(tiles, groups, 8, TILE, 4).permute(0, 3, 1, 2, 4).reshape(tiles * TILE, groups * GROUP)
+
+
+def _channels_last(params: Tensor) -> Tensor:  # [N, G] -> [tiles, G, 16]
+    params = F.pad(params, (0, 0, 0, -params.shape[0] % TILE))
+    return params.view(-1, TILE, params.shape[1]).transpose(1, 2).contiguous()
+
+
+def _as_bytes(params: Tensor) -> Tensor:  # [tiles, ...] of any dtype -> uint8 [tiles, bytes]
+    return params.flatten(1).contiguous().view(torch.uint8)
+
+
+def _padded(in_features: int, group_size: int) -> int:
+    step = group_size or GROUP
+    return -(-in_features // step) * step
+
+
+def _check_group(k: int, group_size: int) -> None:
+    if group_size <= 0 or group_size % GROUP or k % group_size:
+        raise ValueError(
+            f"group_size {group_size} does not fit a padded row of {k} weights: it must be a multiple of {GROUP} "
+            f"that divides the row; pad the row with zero codes to a multiple of the group first"
+        )
+
+
+# ---------------------------------------------------------------- the references
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension. x [..., H], weight [H]."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight.to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The residual addition and the norm after it in one pass: (rms_norm(x + residual), x + residual)."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def rope_write_kv(
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    num_heads: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Split the fused projection, rotate q and k, store k and v in their slots; returns q [T, num_heads, head_dim].
+
+    qkv [T, (num_heads + 2 * kv_heads) * head_dim]; positions int64 [T]; cos_sin float32 [max_pos, head_dim], the
+    cosines in the first half of a row and the sines in the second (component i is paired with i + head_dim/2);
+    caches [num_blocks, kv_heads, block_size, head_dim]; slot_mapping int64 [T], a negative slot is not written.
+    With `q_norm`, `k_norm` [head_dim] every head is RMS-normalised before it is rotated (Qwen3).
+    """
+    _, kv_heads, block_size, head_dim = k_cache.shape
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    q, k, v = heads.split((num_heads, kv_heads, kv_heads), dim=1)  # [T, heads, head_dim] each
+    if q_norm is not None:
+        q = rms_norm(q, q_norm, eps)
+    if k_norm is not None:
+        k = rms_norm(k, k_norm, eps)
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # [T, 1, head_dim/2]
+    written = slot_mapping >= 0
+    slots = slot_mapping[written]
+    block, offset = slots // block_size, slots % block_size
+    k_cache[block, :, offset] = _rotate(k, cos, sin)[written].to(k_cache.dtype)
+    v_cache[block, :, offset] = v[written].to(v_cache.dtype)
+    return _rotate(q, cos, sin).to(qkv.dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    window: int = 0,
+) -> Tensor:
+    """Causal attention of a flat run of query rows over paged keys and values -> [T, heads, head_dim].
+
+    q [T, heads, head_dim]; caches [num_blocks, kv_heads, block_size, head_dim]; block_tables int32 [S, max_blocks];
+    query_start int32 [S + 1], sequence s owns rows query_start[s]:query_start[s + 1], the last tokens of its
+    context_lens[s] (int32 [S], this step's included). A query at position p sees keys j <= p, and with `window` > 0
+    only j > p - window. Rows that belong to no sequence are padding and come back as zeros.
+    """
+    out = torch.zeros_like(q)
+    _, kv_heads, _, head_dim = k_cache.shape
+    starts, lens = query_start.tolist(), context_lens.tolist()
+    for s, length in enumerate(lens):
+        rows = slice(starts[s], starts[s + 1])
+        n = rows.stop - rows.start
+        if n == 0:
+            continue
+        keys, values = (_gather_context(c, block_tables[s], length) for c in (k_cache, v_cache))
+        query = q[rows].float().view(n, kv_heads, -1, head_dim)  # [n, kv_heads, group, head_dim]
+        scores = torch.einsum("nhgd,hjd->hgnj", query, keys) * scale
+        position = torch.arange(length - n, length, device=q.device)[:, None]  # [n, 1]
+        j = torch.arange(length, device=q.device)[None]  # [1, context]
+        hidden = j > position
+        if window > 0:
+            hidden |= j <= position - window
+        probs = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        out[rows] = torch.einsum("hgnj,hjd->nhgd", probs, values).reshape(n, -1, head_dim).to(q.dtype)
+    return out
+
+
+def _gather_context(cache: Tensor, block_table: Tensor, length: int) -> Tensor:  # -> float32 [kv_heads, length, d]
+    _, kv_heads, block_size, head_dim = cache.shape
+    blocks = cache[block_table[: -(-length // block_size)].long()]  # [n, kv_heads, block_size, head_dim]
+    return blocks.transpose(0, 1).reshape(kv_heads, -1, head_dim)[:, :length].float()
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up; gate_up [..., 2 * I] with the gate in the first half -> [..., I]."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def int4_linear(
+    x: Tensor,
+    packed: Tensor,
+    out_features: int,
+    group_size: int,
+    bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    silu_gate: bool = False,
+    activation: str = "int8",
+) -> Tensor:
+    """x [..., K] times the packed int4 weight -> [..., out_features], with what usually surrounds a product fused in.
+
+    In this order: RMS norm of x with `norm_weight`; the product; + `bias`; with `silu_gate` the two halves of the
+    outputs become silu(gate) * up (so [..., out_features / 2] is returned); + `residual`.
+    `activation` "int8" rounds x per row and group of 32 to 8 bits with a float scale (amax / 127), "float" keeps it.
+    """
+    weight = unpack_int4(packed, x.shape[-1], group_size)[:out_features]
+    return _linear(x, weight, bias, norm_weight, eps, residual, silu_gate, activation)
+
+
+def int8_linear(
+    x: Tensor,
+    packed: Tensor,
+    out_features: int,
+    group_size: int,
+    bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    silu_gate: bool = False,
+    activation: str = "int8",
+) -> Tensor:
+    """As `int4_linear`, over int8 weights; `group_size` 0 means one float32 scale per output channel."""
+    weight = unpack_int8(packed, x.shape[-1], group_size)[:out_features]
+    return _linear(x, weight, bias, norm_weight, eps, residual, silu_gate, activation)
+
+
+def _linear(x, weight, bias, norm_weight, eps, residual, silu_gate, activation) -> Tensor:
+    wide = x.float()
+    if norm_weight is not None:
+        wide = rms_norm(wide, norm_weight, eps)
+    if activation == "int8":
+        wide = round_to_int8(wide)
+    y = F.linear(wide, weight, None if bias is None else bias.float())
+    if silu_gate:
+        y = silu_mul(y)
+    return (y if residual is None else y + residual.float()).to(x.dtype)
+
+
+def round_to_int8(x: Tensor) -> Tensor:
+    """What "int8" activations do to x [..., K]: per group of 32, code = round(x * 127 / amax), value = code * scale."""
+    groups = F.pad(x, (0, -x.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
+    amax = groups.abs().amax(-1, keepdim=True)
+    codes = torch.round(groups * torch.where(amax > 0, 127.0 / amax, 0.0))  # halves to even, as the CPU does
+    return (codes * (amax / 127.0)).flatten(-2)[..., : x.shape[-1]]
+
+
+def int4_embedding(ids: Tensor, packed: Tensor, in_features: int, group_size: int) -> Tensor:
+    """Rows `ids` [...] of the packed int4 table, dequantised -> float32 [..., in_features]."""
+    return _embedding(ids, packed, in_features, group_size, unpack_int4)
+
+
+def int8_embedding(ids: Tensor, packed: Tensor, in_features: int, group_size: int) -> Tensor:
+    """Rows `ids` [...] of the packed int8 table, dequantised -> float32 [..., in_features]."""
+    return _embedding(ids, packed, in_features, group_size, unpack_int8)
+
+
+def _embedding(ids: Tensor, packed: Tensor, in_features: int, group_size: int, unpack) -> Tensor:
+    flat = ids.flatten()
+    tiles = unpack(packed[flat // TILE], in_features, group_size).view(-1, TILE, in_features)
+    rows = tiles[torch.arange(flat.numel(), device=ids.device), flat % TILE]
+    return rows.view(*ids.shape, in_features)
+
+
+# ---------------------------------------------------------------- registration and dispatch
+
+_LINEAR = (
+    "(Tensor x, Tensor packed, int out_features, int group_size, Tensor? bias=None, Tensor? norm_weight=None, "
+    'float eps=0.0, Tensor? residual=None, bool silu_gate=False, str activation="int8") -> Tensor'
+)
+_EMBEDDING = "(Tensor ids, Tensor packed, int in_features, int group_size) -> Tensor"
+_SCHEMAS = {
+    rms_norm: "(Tensor x, Tensor weight, float eps) -> Tensor",
+    add_rms_norm: "(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    rope_write_kv: "(Tensor qkv, Tensor positions, Tensor cos_sin, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+    "Tensor slot_mapping, int num_heads, Tensor? q_norm=None, Tensor? k_norm=None, float eps=0.0) -> Tensor",
+    paged_attention: "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor query_start, "
+    "Tensor context_lens, float scale, int window=0) -> Tensor",
+    silu_mul: "(Tensor gate_up) -> Tensor",
+    int4_linear: _LINEAR,
+    int8_linear: _LINEAR,
+    int4_embedding: _EMBEDDING,
+    int8_embedding: _EMBEDDING,
+}
+
+
+def _fake_linear(x, packed, out_features, group_size, *rest, silu_gate=False, **_):
+    gated = rest[4] if len(rest) > 4 else silu_gate
+    return x.new_empty((*x.shape[:-1], out_features // 2 if gated else out_features))
+
+
+def _fake_rope(qkv, positions, cos_sin, k_cache, v_cache, slot_mapping, num_heads, *rest, **_):
+    return qkv.new_empty((qkv.shape[0], num_heads, k_cache.shape[3]))
+
+
+def _fake_embedding(ids, packed, in_features, group_size):
+    return packed.new_empty((*ids.shape, in_features), dtype=torch.float32)
+
+
+_FAKES = {
+    rms_norm: lambda x, weight, eps: x.new_empty(x.shape),
+    add_rms_norm: lambda x, residual, weight, eps: (x.new_empty(x.shape), x.new_empty(x.shape)),
+    rope_write_kv: _fake_rope,
+    paged_attention: lambda q, *rest, **_: q.new_empty(q.shape),
+    silu_mul: lambda gate_up: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
+    int4_linear: _fake_linear,
+    int8_linear: _fake_linear,
+    int4_embedding: _fake_embedding,
+    int8_embedding: _fake_embedding,
+}
+
+_chosen = {reference.__name__: reference for reference in _SCHEMAS}  # op name -> implementation in use
+_library = torch.library.Library("vitrine", "DEF")
+
+
+def _register(reference, schema: str) -> None:
+    name = reference.__name__
+    _library.define(name + schema)
+    _library.impl(name, lambda *args, **kwargs: _chosen[name](*args, **kwargs), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"vitrine::{name}", _FAKES[reference], lib=_library)
+
+
+for _reference, _schema in _SCHEMAS.items():
+    _register(_reference, _schema)
+
+
+BACKENDS = ("reference",)
+_backend = "reference"
+
+
+def set_backend(name: str) -> str:
+    """Choose the implementation behind `torch.ops.vitrine`; returns the one that is now in use."""
+    global _backend
+    if name not in ("native", "reference", "triton"):
+        raise ValueError(f"kernels backend {name!r} is unknown: choose native, reference or triton")
+    _backend = name if name in BACKENDS else "reference"
+    return _backend
+
+
+def backend() -> str:
+    """The backend in use."""
+    return _backend
+
+
+def set_threads(n: int) -> None:
+    """Worker threads of the native backend, the caller included (1 = no helpers)."""
+    if n < 1:
+        raise ValueError(f"threads must be at least 1, got {n}")
