@@ -1,0 +1,409 @@
+"""The GGUF container and its block formats, memory-mapped.
+
+The problem: a model should be one file that starts at once. Reading gigabytes before the first token is slow, keeping a
+second copy while converting them is fatal on a small machine, and 16 bits a weight may not fit at all. llama.cpp's
+answer is GGUF: metadata, a table of tensors, then the tensors' bytes, aligned, in the very form the kernels read. The
+file is mapped, not read: the operating system brings in the pages that are touched, and two processes share them.
+
+    +--------+---------+-----------+--------+--------------------+-----------------------+- - -+------------------+
+    | "GGUF" | version | n_tensors | n_keys | key, type, value.. | name, dims, type, at..| pad | tensor bytes ... |
+    +--------+---------+-----------+--------+--------------------+-----------------------+- - -+------------------+
+      4        4         8           8                             `at` counts from here ------>^
+
+Fewer bits a weight: neighbouring weights of a row form a block that shares a scale d, and perhaps a minimum m.
+Each weight keeps only a small integer q (fp16 scales; bits a weight in brackets):
+
+    blocks of 32     Q4_0 [4.5] d, 32 x 4 bits     w = d (q - 8)        Q8_0 [8.5] d, 32 x 8 bits, signed     w = d q
+                     Q4_1 [5.0] d, m, 32 x 4 bits  w = d q + m          Q5_0 [5.5], Q5_1 [6.0] the same with a fifth
+                                                                        bit per weight kept apart, offset 16
+    super-blocks     Q2_K [2.625], Q4_K [4.5], Q5_K [5.5]: the scales and minima of sub-blocks are themselves
+    of 256           quantised (4 or 6 bits) with one d and one dmin for all:   w = d sc q - dmin mn
+                     Q3_K [3.4375], Q6_K [6.5625]: sub-blocks of 16, scales only:  w = d sc (q - 4), w = d sc (q - 32)
+
+    a Q4_0 block, 18 bytes:   | d: fp16 | w16:w0 | w17:w1 | ... | w31:w15 |     byte i: w_i low, w_(i+16) high nibble
+
+A file called "Q4_K_M" is a mixture, not a format: most matrices are Q4_K (a super-block of 144 bytes: d, dmin, eight
+6-bit scales and minima, 256 4-bit weights), while those that suffer most from rounding (the output head, half of the
+attn_v and ffn_down matrices) are Q6_K. That is why it averages about 4.8 bits a weight and not 4.5.
+
+A file from elsewhere is not trusted: every length, count and offset is compared with the bytes that are there before
+anything is allocated or touched, since a read past the end of a mapped file kills the process (SIGBUS).
+
+Source: the GGUF specification and block layouts of ggml (github.com/ggml-org/ggml, docs/gguf.md, ggml-common.h).
+Left out: writing, big-endian files, split files, importance-matrix (IQ), ternary and MXFP4 blocks.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+MAGIC = b"GGUF"
+MAX_ARRAY = 1 << 24  # entries of a metadata array; the largest vocabularies hold well under a million
+LFS_POINTER = b"version https://git-lfs"
+UNREADABLE = (
+    {9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL"}
+    | {21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M"}
+    | {34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"}
+)
+
+
+class GGUFError(ValueError):
+    """A file that is not GGUF, is damaged, or holds what this reader does not know: the message says which, and where."""
+
+
+# ---- from a block's bytes to its weights ----
+
+
+def fields(packed: torch.Tensor, run: int, shifts: Iterable[int], mask: int) -> torch.Tensor:
+    """Unpack small integers: each `run` bytes give first the bits at shifts[0] of each byte, then those at shifts[1]...
+
+    [B, n] uint8 -> [B, n * len(shifts)] uint8. All formats are this one pattern with other runs and shifts: 4-bit
+    weights are run 16 or 32 with shifts (0, 4), 2-bit weights run 32 with shifts (0, 2, 4, 6), single bits (0 .. 7).
+    """
+    shifts = torch.tensor(tuple(shifts), dtype=torch.uint8).view(-1, 1)
+    return (packed.unflatten(1, (-1, 1, run)) >> shifts & mask).flatten(1)  # [B, n/run, shifts, run] flattened
+
+
+def half(b: torch.Tensor) -> torch.Tensor:
+    """[B, 2n] uint8 -> [B, n] float32, two bytes an fp16 number."""
+    return b.contiguous().view(torch.float16).float()
+
+
+def q4_0(b: torch.Tensor) -> torch.Tensor:
+    return half(b[:, :2]) * (fields(b[:, 2:], 16, (0, 4), 15).float() - 8)
+
+
+def q4_1(b: torch.Tensor) -> torch.Tensor:
+    return half(b[:, :2]) * fields(b[:, 4:], 16, (0, 4), 15).float() + half(b[:, 2:4])
+
+
+def q5_0(b: torch.Tensor) -> torch.Tensor:
+    q = fields(b[:, 6:], 16, (0, 4), 15) | fields(b[:, 2:6], 1, range(8), 1) << 4  # bit j of the 32 belongs to w_j
+    return half(b[:, :2]) * (q.float() - 16)
+
+
+def q5_1(b: torch.Tensor) -> torch.Tensor:
+    q = fields(b[:, 8:], 16, (0, 4), 15) | fields(b[:, 4:8], 1, range(8), 1) << 4
+    return half(b[:, :2]) * q.float() + half(b[:, 2:4])
+
+
+def q8_0(b: torch.Tensor) -> torch.Tensor:
+    return half(b[:, :2]) * b[:, 2:].contiguous().view(torch.int8).float()
+
+
+def scaled(d: torch.Tensor, scales: torch.Tensor, q: torch.Tensor, minima: torch.Tensor | None = None) -> torch.Tensor:
+    """(d sc) q [- minima]: q [B, 256] in sub-blocks, each with its entry of `scales` and `minima` [B, sub-blocks]."""
+    w = (d * scales.float())[:, :, None] * q.float().unflatten(1, (scales.shape[1], -1))  # [B, sub-blocks, weights]
+    return (w if minima is None else w - minima[:, :, None]).flatten(1)
+
+
+def q2_k(b: torch.Tensor) -> torch.Tensor:
+    sc, d, dmin = b[:, :16], half(b[:, 80:82]), half(b[:, 82:84])  # a byte of sc: scale low, minimum high
+    return scaled(d, sc & 15, fields(b[:, 16:80], 32, (0, 2, 4, 6), 3), dmin * (sc >> 4).float())
+
+
+def q3_k(b: torch.Tensor) -> torch.Tensor:
+    q = fields(b[:, 32:96], 32, (0, 2, 4, 6), 3).char() + fields(b[:, :32], 32, range(8), 1).char() * 4 - 4
+    sc = fields(b[:, 96:104], 8, (0, 4), 15) | fields(b[:, 104:108], 4, (0, 2, 4, 6), 3) << 4  # 6 bits, offset 32
+    return scaled(half(b[:, 108:110]), sc.char() - 32, q)
+
+
+def scales_and_minima(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Q4_K and Q5_K: twelve bytes hold eight 6-bit scales and eight 6-bit minima, [B, 12] -> two of [B, 8].
+
+    Bytes 0-3 and 4-7 hold scales and minima 0-3 in their low six bits; bytes 8-11 hold the low nibbles of scales (low)
+    and minima (high) 4-7, whose top two bits sit in the top two bits of bytes 0-3 and 4-7.
+    """
+    s, m, rest = b[:, :4], b[:, 4:8], b[:, 8:]
+    return torch.cat([s & 63, rest & 15 | s >> 6 << 4], 1), torch.cat([m & 63, rest >> 4 | m >> 6 << 4], 1)
+
+
+def q4_k(b: torch.Tensor) -> torch.Tensor:
+    sc, mn = scales_and_minima(b[:, 4:16])
+    return scaled(half(b[:, :2]), sc, fields(b[:, 16:], 32, (0, 4), 15), half(b[:, 2:4]) * mn.float())
+
+
+def q5_k(b: torch.Tensor) -> torch.Tensor:
+    sc, mn = scales_and_minima(b[:, 4:16])
+    q = fields(b[:, 48:], 32, (0, 4), 15) | fields(b[:, 16:48], 32, range(8), 1) << 4
+    return scaled(half(b[:, :2]), sc, q, half(b[:, 2:4]) * mn.float())
+
+
+def q6_k(b: torch.Tensor) -> torch.Tensor:
+    q = fields(b[:, :128], 64, (0, 4), 15) | fields(b[:, 128:192], 32, (0, 2, 4, 6), 3) << 4
+    return scaled(half(b[:, 208:210]), b[:, 192:208].contiguous().view(torch.int8), q.char() - 32)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A ggml tensor type: its number in files, how many weights and bytes a block has, and how to read it."""
+
+    number: int
+    weights: int
+    bytes: int
+    dense: torch.dtype | None = None
+    unpack: Callable[[torch.Tensor], torch.Tensor] | None = None  # [B, bytes] uint8 -> [B, weights] float32
+
+
+KINDS = {
+    "F32": Kind(0, 1, 4, dense=torch.float32),
+    "F16": Kind(1, 1, 2, dense=torch.float16),
+    "BF16": Kind(30, 1, 2, dense=torch.bfloat16),
+    "Q4_0": Kind(2, 32, 18, unpack=q4_0),
+    "Q4_1": Kind(3, 32, 20, unpack=q4_1),
+    "Q5_0": Kind(6, 32, 22, unpack=q5_0),
+    "Q5_1": Kind(7, 32, 24, unpack=q5_1),
+    "Q8_0": Kind(8, 32, 34, unpack=q8_0),
+    "Q2_K": Kind(10, 256, 84, unpack=q2_k),
+    "Q3_K": Kind(11, 256, 110, unpack=q3_k),
+    "Q4_K": Kind(12, 256, 144, unpack=q4_k),
+    "Q5_K": Kind(13, 256, 176, unpack=q5_k),
+    "Q6_K": Kind(14, 256, 210, unpack=q6_k),
+}
+KIND_OF_NUMBER = {kind.number: name for name, kind in KINDS.items()}
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A still quantised matrix: `shape` (N, K), `data` [N, K / weights per block, bytes per block] uint8."""
+
+    kind: str
+    shape: tuple[int, ...]
+    data: torch.Tensor
+
+    def rows(self, index: torch.Tensor) -> Blocks:
+        """The rows `index`, in that order (a copy). Rows are whole blocks, so nothing is requantised."""
+        return Blocks(self.kind, (len(index), *self.shape[1:]), self.data[index])
+
+
+def dequantize(blocks: Blocks) -> torch.Tensor:
+    """The float32 weights of `blocks`, shape [N, K]: a slice at a time, so that little beside the result is alive."""
+    kind = KINDS[blocks.kind]
+    flat = blocks.data.reshape(-1, kind.bytes)  # [blocks, bytes]
+    out = torch.empty(len(flat), kind.weights)
+    step = max(1, (1 << 20) // kind.weights)
+    for i in range(0, len(flat), step):
+        out[i : i + step] = kind.unpack(flat[i : i + step])
+    return out.view(blocks.shape)
+
+
+def split(blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The integers and scales of Q4_0, Q4_1 or Q8_0 blocks, for a loss-free take-over: w = q * scale + minimum.
+
+    Returns q [N, K] (uint8 in 0..15, or int8 for Q8_0), scale [N, K/32] fp16 and minimum [N, K/32] fp16 (None for
+    Q8_0). Q4_0 has no minimum of its own: w = d (q - 8) is d q + (-8 d), exact in fp16 as long as 8 d is finite.
+    """
+    if blocks.kind not in ("Q4_0", "Q4_1", "Q8_0"):
+        raise ValueError(f"{blocks.kind} blocks are not a scale and a minimum per 32 weights; use dequantize().")
+    data = blocks.data.reshape(-1, KINDS[blocks.kind].bytes)  # [blocks, bytes]
+    per_block = (*blocks.shape[:-1], blocks.shape[-1] // 32)
+    scale = data[:, :2].contiguous().view(torch.float16).view(per_block)
+    if blocks.kind == "Q8_0":
+        return data[:, 2:].contiguous().view(torch.int8).view(blocks.shape), scale, None
+    if blocks.kind == "Q4_1":
+        return _nibbles(data[:, 4:], blocks.shape), scale, data[:, 2:4].contiguous().view(torch.float16).view(per_block)
+    minimum = scale * -8
+    if bool((minimum.isinf() & scale.isfinite()).any()):
+        raise ValueError("A Q4_0 scale above 8188 has no fp16 minimum; load this matrix through dequantize().")
+    return _nibbles(data[:, 2:], blocks.shape), scale, minimum
+
+
+def _nibbles(packed: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return fields(packed, 16, (0, 4), 15).view(shape)
+
+
+# ---- the container ----
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies: `shape` slowest dimension first (as torch has it), `offset` from the start of the file."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class Cursor:
+    """Reads numbers and strings from the mapped file, never past its end."""
+
+    SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+
+    def __init__(self, path: Path, data: mmap.mmap):
+        self.path, self.data, self.at, self.size = path, data, 0, len(data)
+
+    def need(self, count: int, what: str) -> None:
+        if count > self.size - self.at:
+            raise GGUFError(
+                f"{self.path}: {what} needs {count} bytes at offset {self.at}, but the file ends at {self.size}: "
+                f"truncated or damaged, fetch it again."
+            )
+
+    def numbers(self, code: str, count: int, what: str) -> tuple:
+        size = struct.calcsize("<" + code)
+        self.need(size * count, what)
+        values = struct.unpack_from(f"<{count}{code}", self.data, self.at)
+        self.at += size * count
+        return values
+
+    def number(self, code: str, what: str):
+        return self.numbers(code, 1, what)[0]
+
+    def string(self, what: str) -> str:
+        """UTF-8; bytes that are none (a vocabulary may hold fragments) survive as surrogate escapes."""
+        length = self.number("Q", f"the length of {what}")
+        self.need(length, what)
+        self.at += length
+        return self.data[self.at - length : self.at].decode("utf-8", errors="surrogateescape")
+
+    def value(self, what: str):
+        kind = self.number("I", f"the type of {what}")
+        if kind in self.SCALARS:
+            return self.number(self.SCALARS[kind], what)
+        if kind == 8:
+            return self.string(what)
+        if kind != 9:
+            raise GGUFError(f"{self.path}: {what} has value type {kind}, which GGUF does not define: damaged or newer.")
+        kind, count = self.number("I", what), self.number("Q", what)
+        if count > MAX_ARRAY:
+            raise GGUFError(f"{self.path}: {what} claims {count} entries, more than {MAX_ARRAY}: the file is damaged.")
+        if kind in self.SCALARS:
+            return list(self.numbers(self.SCALARS[kind], count, what))
+        if kind != 8:
+            raise GGUFError(f"{self.path}: {what} is an array of type {kind}; only numbers and strings are read.")
+        self.need(8 * count, what)  # every string has at least a length: no list of 2^60 entries is ever begun
+        return [self.string(what) for _ in range(count)]
+
+
+class File:
+    """A GGUF file, mapped. `metadata` maps key to value, `tensors` name to TensorInfo.
+
+    Tensors returned are views of a private mapping: to be read, not written. Raises GGUFError with cause and remedy.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        with open(self.path, "rb") as file:
+            head = file.read(24)
+            if head.startswith(LFS_POINTER):
+                raise GGUFError(f"{path} is a Git LFS pointer, not the model: run `git lfs pull` in its repository.")
+            if head[:4] != MAGIC:
+                raise GGUFError(f"{path} is not a GGUF file: it begins with {head[:4]!r} instead of {MAGIC!r}.")
+            if len(head) < 24:
+                raise GGUFError(f"{path} holds only {len(head)} bytes, less than a GGUF header: fetch it again.")
+            # Private (copy on write) because torch wants writable memory; the file itself cannot be changed through it.
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        cursor = Cursor(self.path, self._map)
+        cursor.at = len(MAGIC)
+        self.version = cursor.number("I", "the version")
+        if self.version not in (2, 3):
+            swapped = int.from_bytes(self.version.to_bytes(4, "little"), "big")
+            cause = "big-endian" if swapped in (2, 3) else f"version {self.version}"
+            raise GGUFError(f"{path}: {cause} GGUF is not supported, only little-endian versions 2 and 3: convert it.")
+        n_tensors, n_keys = cursor.numbers("Q", 2, "the header")
+        self.metadata = self._read_metadata(cursor, n_keys)
+        self.tensors = self._read_table(cursor, n_tensors)
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)  # [file size]
+
+    def _read_metadata(self, cursor: Cursor, count: int) -> dict:
+        cursor.need(13 * count, f"metadata of {count} entries")
+        metadata = {}
+        for i in range(count):
+            key = cursor.string(f"metadata key {i}")
+            if key in metadata:
+                raise GGUFError(f"{self.path}: metadata key {key!r} is there twice: the file is damaged.")
+            metadata[key] = cursor.value(f"metadata {key!r}")
+        return metadata
+
+    def _read_table(self, cursor: Cursor, count: int) -> dict[str, TensorInfo]:
+        cursor.need(32 * count, f"a table of {count} tensors")
+        entries = [self._read_entry(cursor) for _ in range(count)]
+        align = self.metadata.get("general.alignment", 32)
+        if type(align) is not int or not 1 <= align <= 1 << 20 or align & (align - 1):
+            raise GGUFError(f"{self.path}: general.alignment is {align!r}, not a power of two: the file is damaged.")
+        start = -(-cursor.at // align) * align
+        table: dict[str, TensorInfo] = {}
+        for name, kind, shape, offset in entries:
+            nbytes = math.prod(shape) // KINDS[kind].weights * KINDS[kind].bytes
+            if offset % align:
+                raise GGUFError(f"{self.path}: tensor {name!r} starts at {offset}, not a multiple of {align}: damaged.")
+            if start + offset + nbytes > cursor.size:
+                raise GGUFError(
+                    f"{self.path}: tensor {name!r} {list(shape)} ({kind}) ends at byte {start + offset + nbytes}, but "
+                    f"the file has {cursor.size}: truncated or damaged, fetch it again."
+                )
+            if name in table:
+                raise GGUFError(f"{self.path}: tensor {name!r} is listed twice: the file is damaged.")
+            table[name] = TensorInfo(name, kind, shape, start + offset, nbytes)
+        self._refuse_overlaps(table)
+        return table
+
+    def _read_entry(self, cursor: Cursor) -> tuple[str, str, tuple[int, ...], int]:
+        name = cursor.string("a tensor name")
+        n_dims = cursor.number("I", f"tensor {name!r}")
+        if not 1 <= n_dims <= 4:
+            raise GGUFError(f"{self.path}: tensor {name!r} has {n_dims} dimensions, not 1 to 4: the file is damaged.")
+        dims = cursor.numbers("Q", n_dims, f"tensor {name!r}")
+        number = cursor.number("I", f"tensor {name!r}")
+        if number not in KIND_OF_NUMBER:
+            known = UNREADABLE.get(number, f"unknown type {number}")
+            raise GGUFError(
+                f"{self.path}: tensor {name!r} is stored as {known}. Supported: {', '.join(KINDS)}. "
+                f"Use a file in one of these formats."
+            )
+        kind = KIND_OF_NUMBER[number]
+        if 0 in dims or dims[0] % KINDS[kind].weights:
+            raise GGUFError(
+                f"{self.path}: tensor {name!r} has shape {list(dims)}, which {kind} (blocks of {KINDS[kind].weights}) "
+                f"cannot have: the file is damaged."
+            )
+        return name, kind, tuple(reversed(dims)), cursor.number("Q", f"tensor {name!r}")
+
+    def _refuse_overlaps(self, table: dict[str, TensorInfo]) -> None:
+        """Two tensors on the same bytes are a damaged table, which would otherwise load as fluent noise."""
+        in_order = sorted(table.values(), key=lambda t: t.offset)
+        for a, b in zip(in_order, in_order[1:], strict=False):
+            if a.offset + a.nbytes > b.offset:
+                raise GGUFError(f"{self.path}: tensors {a.name!r} and {b.name!r} overlap: the file is damaged.")
+
+    def raw(self, name: str) -> torch.Tensor:
+        """The tensor's bytes, a view of the mapping: [nbytes] uint8."""
+        info = self.tensors[name]
+        return self._bytes[info.offset : info.offset + info.nbytes]
+
+    def blocks(self, name: str) -> Blocks | None:
+        """The tensor still quantised, a view of the mapping; None when it is stored dense."""
+        info = self.tensors[name]
+        kind = KINDS[info.kind]
+        if kind.dense is not None:
+            return None
+        data = self.raw(name).view(*info.shape[:-1], info.shape[-1] // kind.weights, kind.bytes)
+        return Blocks(info.kind, info.shape, data)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Dense: F32, F16 and BF16 as a view of the mapping, everything else dequantised to float32."""
+        blocks = self.blocks(name)
+        if blocks is not None:
+            return dequantize(blocks)
+        info = self.tensors[name]
+        raw, dtype = self.raw(name), KINDS[info.kind].dense
+        if info.offset % dtype.itemsize:  # alignment below the element size: legal, but torch cannot view it
+            raw = raw.clone()
+        return raw.view(dtype).view(info.shape)
+
+    def release(self, name: str) -> None:
+        """Tell the system that this tensor's pages are not needed for now: resident memory falls, the data stays."""
+        info = self.tensors[name]
+        first = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (info.offset + info.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+        if length > 0 and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, first, length)
