@@ -1,0 +1,372 @@
+"""From logits to a token: what a request may ask for, and how its next token is drawn.
+
+The problem. Thirty requests share one step, each with its own temperature, filters, penalties and seed. Each must get
+exactly the token it would have got alone: in any batch, after a preemption, after a rolled back guess.
+
+The idea. Every row walks the same line on its own, and nothing on the line remembers the batch:
+
+    raw logits [V] --> logit_bias --> penalties -> bans (mask, min_tokens) -> temperature --> min_p --> top_k --> top_p
+        |             `----------------- process_logits ----------------'     `------------ probabilities ------------'
+        `--> log_softmax, untouched: what `logprobs` reports                                  one dart: the token <--'
+
+Drawing is inverse-CDF: lay the kept tokens' weights end to end, throw one dart u in [0, 1), see on whom it lands.
+
+    ticks    |     5     | 2 |1|        8        |       u = 0.46 -> 0.46 * 16 = 7.36 -> token 2
+    token          0       1  2         3
+
+Two things make that line exact. (1) A weight is a whole number of ticks, TICKS for the likeliest token: float64 sums of
+whole numbers below 2**53 round nowhere, so no order of addition, device or filter path can move a border. (Price: what
+is less than half a tick, 3e-11 of the likeliest, is never drawn.) (2) u is no generator's next output but a hash of
+(seed, choice, position, stream): a generator that others also draw from, or that must be rewound, does not exist.
+
+Ranks are by logit, ties go to the lower id, everywhere: greedy, top_k=1 and min_p=1 give the same token. Filters sort
+only a candidate set that provably holds the answer: the full vocabulary is sorted only if the answer is that large.
+
+Sources: Holtzman et al. 2020, section 3.1 (top_p); Nguyen et al. 2024, section 3 (min_p); Keskar et al. 2019, section
+4.1 (repetition penalty); the OpenAI API reference (presence, frequency, logit_bias); Salmon et al. 2011 (random numbers
+from counters); filter order as in vLLM.
+
+Left out: typical, eta, mirostat and no-repeat-ngram sampling; a fused sampler on the GPU (rows are drawn one by one).
+"""
+
+import copy
+import hashlib
+import math
+import secrets
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from sampling_params import SamplingParams
+
+TICKS = 2.0**34  # of the likeliest token. 2**34 * 2**19 tokens = 2**53: sums are exact up to a vocabulary of 524,288
+
+
+class NonFiniteLogits(ValueError):
+    """The model's logits of one row hold NaN or +inf, or -inf only: no token of it means anything."""
+
+
+class NoTokenLeft(ValueError):
+    """The row's own constraints (mask, bias) forbid every token."""
+
+
+def uniform(seed: int, choice: int, position: int, stream: int = 0) -> float:
+    """A number in [0, 1), 53 bits of it, that only depends on its arguments.
+
+    position counts the request's own output tokens, choice its parallel samples. Uses that must be independent of each
+    other at one position take different streams: 0 draws the token, others are for speculation's guesses and verdicts.
+    """
+    digest = hashlib.blake2b(struct.pack("<Qqqq", seed % 2**64, choice, position, stream), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+class SamplerState:
+    """What sampling remembers of one sequence: its output and which tokens it has seen how often.
+
+    The counts grow with commit() and shrink with truncate(), a token at a time; no step recounts the history. `tokens`
+    lists what was seen in the order of first sight, so undoing the last commits pops from its end:
+
+        prompt [7, 3], output 5 3 5       slot    0  1  2
+                                          token   7  3  5       truncate(1) -> 5 counted once, 3 counted 0 times:
+                                          count   0  1  2                      it stays, for the prompt showed it
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        choice: int = 0,
+        seed: int | None = None,
+        eos_token_ids: Sequence[int] = (),
+    ):
+        """`seed` stands in when params.seed is None; without either, one is drawn. Choices of a request share it."""
+        self.params = params
+        self.choice = choice
+        fallback = secrets.randbits(63) if seed is None else seed
+        self.seed = fallback if params.seed is None else params.seed
+        self.output: list[int] = []
+        stops = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)
+        self.stop_ids = torch.tensor(sorted(set(stops)), dtype=torch.int64)  # [stops]; EOS that is ignored ends nothing
+        self._bias_ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)  # [biased]
+        self._bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)  # [biased]
+        self._counting = bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
+        # Only the repetition penalty looks at the prompt; without it the prompt is not even read.
+        seen = list(dict.fromkeys(prompt_ids)) if params.repetition_penalty != 1 else []
+        self._slots = {token: slot for slot, token in enumerate(seen)}
+        self._prompt_slots = len(seen)
+        self._tokens = torch.tensor([*seen, *[0] * 64], dtype=torch.int64)  # [capacity], the first len(_slots) valid
+        self._counts = torch.zeros(len(self._tokens))  # [capacity], occurrences in the output
+
+    @property
+    def n_output(self) -> int:
+        return len(self.output)
+
+    def uniform(self, stream: int = 0) -> float:
+        """The random number of the next token of this choice (see `uniform`)."""
+        return uniform(self.seed, self.choice, len(self.output), stream)
+
+    def commit(self, token: int) -> None:
+        """`token` has become part of the output."""
+        self.output.append(token)
+        if not self._counting:
+            return
+        slot = self._slots.setdefault(token, len(self._slots))
+        if slot == len(self._tokens):
+            self._tokens = torch.cat([self._tokens, torch.zeros_like(self._tokens)])
+            self._counts = torch.cat([self._counts, torch.zeros_like(self._counts)])
+        self._tokens[slot] = token
+        self._counts[slot] += 1
+
+    def truncate(self, n_output: int) -> None:
+        """Forget all but the first `n_output` tokens of the output."""
+        if not 0 <= n_output <= len(self.output):
+            raise ValueError(f"cannot truncate an output of {len(self.output)} tokens to {n_output}")
+        while len(self.output) > n_output:
+            token = self.output.pop()
+            if not self._counting:
+                continue
+            slot = self._slots[token]
+            self._counts[slot] -= 1
+            if slot >= self._prompt_slots and self._counts[slot] == 0:
+                del self._slots[token]  # the last slot: whatever was first seen later is undone already
+
+    def fork(self, choice: int | None = None) -> "SamplerState":
+        """An independent copy, for another parallel sample (give it its index) or another beam."""
+        twin = copy.copy(self)
+        twin.choice = self.choice if choice is None else choice
+        twin.output, twin._slots = self.output.copy(), self._slots.copy()
+        twin._tokens, twin._counts = self._tokens.clone(), self._counts.clone()
+        return twin
+
+    def touches(self) -> bool:
+        """Whether `constrain` would change the next row of logits, masks aside."""
+        waiting = len(self.output) < self.params.min_tokens and len(self.stop_ids) > 0
+        return waiting or bool(self._slots) or len(self._bias) > 0
+
+    def constrain(self, row: torch.Tensor, mask: torch.Tensor | None) -> None:
+        """Bias, penalties and bans on one row of logits [V], in place; bans come last so that nothing lifts them."""
+        if len(self._bias):
+            row.index_add_(0, self._bias_ids.to(row.device), self._bias.to(row.device))
+        if self._slots:
+            self._penalise(row)
+        if mask is not None:
+            if mask.dtype != torch.bool or len(mask) > len(row):
+                raise ValueError(f"a mask is bool over up to {len(row)} tokens, not {mask.dtype} over {len(mask)}")
+            row[: len(mask)].masked_fill_(~mask.to(row.device), -math.inf)
+            row[len(mask) :] = -math.inf  # padded ids the tokenizer does not have
+        if len(self.output) < self.params.min_tokens and len(self.stop_ids):
+            ids = self.stop_ids.to(row.device)
+            stops = row[ids]
+            row[ids] = -math.inf
+            if row.amax() == -math.inf:
+                row[ids] = stops  # a complete structured output must end, min_tokens or not
+
+    def _penalise(self, row: torch.Tensor) -> None:
+        params, seen = self.params, len(self._slots)
+        ids, counts = self._tokens[:seen].to(row.device), self._counts[:seen].to(row.device)  # [seen]
+        logits = row[ids]
+        # A penalty must make a token less likely: dividing would raise a negative logit.
+        logits = torch.where(logits < 0, logits * params.repetition_penalty, logits / params.repetition_penalty)
+        logits = logits - (params.frequency_penalty * counts + params.presence_penalty * (counts > 0))
+        row[ids] = logits.clamp_(max=torch.finfo(row.dtype).max)  # an extreme penalty saturates, it does not overflow
+
+
+def process_logits(
+    logits: torch.Tensor, states: Sequence[SamplerState], masks: Sequence[torch.Tensor | None] | None = None
+) -> torch.Tensor:
+    """Raw logits [R, V] -> float32 logits [R, V] with each row's bias, penalties, mask and min_tokens applied.
+
+    masks: per row None or a bool tensor of up to V tokens, True = allowed; ids past its end are forbidden. The input is
+    never changed; it is returned itself (if contiguous float32) when no row asks for anything.
+    """
+    masks = [None] * len(states) if masks is None else masks
+    if not len(logits) == len(states) == len(masks):
+        raise ValueError(f"{len(logits)} rows of logits, {len(states)} states, {len(masks)} masks: one of each per row")
+    processed = logits.float().contiguous()
+    touched = [r for r, state in enumerate(states) if masks[r] is not None or state.touches()]
+    if touched and processed is logits:
+        processed = logits.clone()
+    for r in touched:
+        states[r].constrain(processed[r], masks[r])
+    return processed
+
+
+def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Largest value and its lowest id of each row of [R, V], as two [R].
+
+    Two stages, for torch vectorises amax but not argmax: the first best block, then the first best token in it.
+    """
+    rows, vocab = logits.shape
+    block = math.gcd(vocab, 256)
+    blocks = logits.reshape(rows, vocab // block, block)
+    best_block = blocks.amax(-1).argmax(-1)  # [R]
+    inside = blocks[torch.arange(rows, device=logits.device), best_block]  # [R, block]
+    return inside.amax(-1), best_block * block + inside.argmax(-1)
+
+
+def best_ids(row: torch.Tensor, k: int) -> torch.Tensor:
+    """Ids of the k largest of [V], largest first, ties by id: the first k of a full stable sort, without the sort."""
+    k = min(k, len(row))
+    values, ids = row.topk(min(k + 1, len(row)))
+    if len(ids) > k and values[k - 1] == values[k]:  # a tie across the border, and topk breaks ties as it likes
+        ids = (row >= values[k - 1]).nonzero().squeeze(1)
+    else:
+        ids = ids[:k].sort().values
+    return ids[row[ids].sort(descending=True, stable=True).indices[:k]]
+
+
+def _kept(row: torch.Tensor, ticks: torch.Tensor, params: SamplingParams) -> torch.Tensor | None:
+    """Ids [kept], ascending, that min_p, then top_k, then top_p leave of a row; None = all. At least the best stays."""
+    vocab = len(row)
+    top_k = params.top_k if 0 < params.top_k < vocab else vocab
+    floor = max(params.min_p * TICKS, 1.0)  # less than one tick is nothing
+    if top_k < vocab:
+        ids = best_ids(row, top_k)
+        ids = ids[ticks[ids] >= floor]
+        mass = ticks[ids].sum(dtype=torch.float64)
+    elif params.top_p == 1:
+        return (ticks >= floor).nonzero().squeeze(1) if params.min_p > 0 else None
+    else:
+        mass = torch.where(ticks >= floor, ticks, 0).sum(dtype=torch.float64)
+        border = TICKS / 1024
+        while True:  # all above a border, lowered until they hold the mass top_p wants: so they hold its nucleus
+            ids = (ticks >= max(border, floor)).nonzero().squeeze(1)
+            if border <= floor or ticks[ids].sum(dtype=torch.float64) >= params.top_p * mass:
+                break
+            border /= 64
+        ids = ids[row[ids].sort(descending=True, stable=True).indices]
+    if params.top_p < 1:  # the shortest run of best tokens that reaches top_p of what the filters before it left
+        reach = ticks[ids].cumsum(0, dtype=torch.float64)
+        ids = ids[: int(torch.searchsorted(reach, params.top_p * mass)) + 1]
+    return ids.sort().values
+
+
+def _ticks(row: torch.Tensor, best: float, temperature: float) -> torch.Tensor:
+    """Weights [V] of a row at a temperature, whole numbers as float32. Less the best first, so nothing overflows."""
+    return (row - best).div_(temperature).exp_().mul_(TICKS).round_()
+
+
+def draw(weights: torch.Tensor, u: float) -> int:
+    """Index i of [N] with probability weights[i] / sum, decided by u in [0, 1). Weights >= 0, not all 0."""
+    reach = weights.cumsum(0, dtype=torch.float64)
+    # u <= 1 - 2**-53, so the product stays below the sum even after rounding, and index N cannot come out.
+    return int(torch.searchsorted(reach, u * reach[-1], right=True))
+
+
+def row_errors(raw: torch.Tensor, processed: torch.Tensor) -> list[ValueError | None]:
+    """Per row of [R, V] why nothing can be drawn from it, or None. A bad row is an error of its own request only."""
+    errors: list[ValueError | None] = []
+    for before, after in zip(raw.amax(-1).tolist(), processed.amax(-1).tolist(), strict=True):
+        if not math.isfinite(before):
+            what = {math.inf: "+inf", -math.inf: "-inf only"}.get(before, "NaN")
+            remedy = "a 16-bit dtype may have overflowed: load the model as bfloat16 or float32, and check its weights"
+            errors.append(NonFiniteLogits(f"the model's logits hold {what}; {remedy}"))
+        elif not math.isfinite(after):
+            errors.append(NoTokenLeft("the mask, logit_bias and the model's own -inf together forbid every token"))
+        else:
+            errors.append(None)
+    return errors
+
+
+def probabilities(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:
+    """The distribution `sample` draws from, float64 [R, V], of PROCESSED logits (process_logits).
+
+    Raises NonFiniteLogits or NoTokenLeft for a row without one; ask row_errors first where neighbours must go on.
+    """
+    logits = logits.float().contiguous()
+    best, ids = argmax(logits)
+    out = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)  # [R, V]
+    for r, (state, error) in enumerate(zip(states, row_errors(logits, logits), strict=True)):
+        if error is not None:
+            raise error
+        if state.params.greedy:
+            out[r, ids[r]] = 1.0
+            continue
+        ticks = _ticks(logits[r], float(best[r]), state.params.temperature)
+        kept = _kept(logits[r], ticks, state.params)
+        kept = slice(None) if kept is None else kept
+        out[r, kept] = ticks[kept].double() / ticks[kept].sum(dtype=torch.float64)
+    return out
+
+
+class Sampled(NamedTuple):
+    """A token and, where asked for, its log-probability, rank (1 = best) and the best (id, log-probability) pairs."""
+
+    token: int
+    logprob: float | None = None
+    rank: int | None = None
+    top: list[tuple[int, float]] | None = None
+
+
+def score(row: torch.Tensor, token: int, k: int | None) -> Sampled:
+    """log_softmax of one finite row of raw logits [V], read at `token` and, unless k is None, at the k best ids."""
+    best = row.amax()
+    log_sum = float(best) + math.log((row - best).exp_().sum(dtype=torch.float64))
+    value = row[token]
+    rank = 1 + int((row > value).sum()) + int((row[:token] == value).sum())
+    top = None
+    if k is not None:
+        ids = best_ids(row, k) if k else row.new_empty(0, dtype=torch.int64)
+        top = [(i, x - log_sum) for i, x in zip(ids.tolist(), row[ids].tolist(), strict=True)]
+    return Sampled(token, float(value) - log_sum, rank, top)
+
+
+def sample(
+    logits: torch.Tensor, states: Sequence[SamplerState], masks: Sequence[torch.Tensor | None] | None = None
+) -> list[Sampled | ValueError]:
+    """The next token of each row of raw logits [R, V]; states are not changed (commit what you keep).
+
+    A row nothing can be drawn from gets its NonFiniteLogits or NoTokenLeft in place of a Sampled. Greedy rows are
+    decided together (comparing rounds nothing); drawn rows one by one, so that no sum sees the batch.
+    """
+    raw = logits.float().contiguous()
+    processed = process_logits(raw, states, masks)
+    best, ids = argmax(processed)
+    values, tokens, errors = best.tolist(), ids.tolist(), row_errors(raw, processed)
+    results: list[Sampled | ValueError] = []
+    for r, state in enumerate(states):
+        params = state.params
+        if errors[r] is not None:
+            results.append(errors[r])
+            continue
+        token = tokens[r]
+        if not params.greedy:
+            ticks = _ticks(processed[r], values[r], params.temperature)
+            kept = _kept(processed[r], ticks, params)
+            u = state.uniform()
+            token = draw(ticks, u) if kept is None else int(kept[draw(ticks[kept], u)])
+        results.append(score(raw[r], token, params.logprobs) if params.scored else Sampled(token))
+    return results
+
+
+def prompt_logprobs(logits: torch.Tensor, targets: Sequence[int], k: int) -> list[Sampled | ValueError]:
+    """How likely each of the n known tokens was: row i of raw logits [n, V] predicted targets[i]; k best beside it.
+
+    Rows do not see each other: any slicing of a prompt into chunks gives the same numbers. The first token of a prompt
+    has no row. A row of NaN, +inf or only -inf holds its NonFiniteLogits.
+    """
+    raw = logits.float().contiguous()
+    errors = row_errors(raw, raw)
+    return [
+        score(row, token, k) if error is None else error for row, token, error in zip(raw, targets, errors, strict=True)
+    ]
+
+
+def beam_step(logprobs: torch.Tensor, scores: Sequence[float], n: int) -> list[tuple[int, int, float]]:
+    """The n best continuations of B beams: next token's logprobs [B, V], scores [B] so far -> (beam, token, score).
+
+    Best first; ties go to the lower beam, then the lower id; impossible ones (-inf) are not returned. Ask for 2B: even
+    if each beam's best is EOS and leaves the search, B others remain to go on with.
+    """
+    total = logprobs.double() + torch.tensor(scores, dtype=torch.float64, device=logprobs.device)[:, None]  # [B, V]
+    flat = total.flatten()
+    ids = best_ids(flat, n)
+    pairs = zip(ids.tolist(), flat[ids].tolist(), strict=True)
+    return [(i // logprobs.shape[1], i % logprobs.shape[1], value) for i, value in pairs if value > -math.inf]
+
+
+def beam_score(logprob: float, length: int, length_penalty: float = 1.0) -> float:
+    """What finished beams are ranked by: summed log-probabilities favour short ones: divide by a power of length."""
+    return logprob / max(length, 1) ** length_penalty
