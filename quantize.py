@@ -43,6 +43,8 @@ from quant_rows import (
     quantize_rows,
 )
 
+TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+
 
 class Linear(nn.Module):
     """y = x W^T + bias with dense weights, and with what usually stands around it: see `forward`."""
@@ -214,25 +216,28 @@ def resolve_scheme(ckpt, scheme: str | Scheme | None) -> Scheme | None:
     return stored
 
 
-def scheme_of(name: str, scheme: Scheme) -> Scheme:
-    """The scheme for one tensor of the model: the embedding table and the head keep 8 bits."""
-    is_table = name in ("model.embed_tokens.weight", "lm_head.weight")
-    return SCHEMES["int8"] if is_table and scheme.bits == 4 else scheme
+def scheme_for(ckpt, names: list[str], scheme: Scheme) -> Scheme:
+    """The scheme for the weights `names`, which form one layer and therefore share one form.
+
+    The embedding table and the head keep 8 bits. Next to a Q8_0 tensor, which has groups, "int8" has groups too.
+    """
+    if scheme.bits == 4 and names[0] in TABLES:
+        scheme = SCHEMES["int8"]
+    if scheme.name == "int8" and any(b is not None and b.kind == "Q8_0" for b in map(ckpt.blocks, names)):
+        scheme = SCHEMES["int8-g32"]
+    return scheme
 
 
 def load_rows(ckpt, names: list[str], scheme: Scheme) -> list[QuantRows]:
     """The weights `names`, which form one layer, as one piece each: taken over where that loses nothing."""
     if ckpt.quant is not None:
         return [stored_rows(ckpt, name.removesuffix(".weight")) for name in names]
-    sources = [ckpt.blocks(name) for name in names]
-    scheme = scheme_of(names[0], scheme)
-    if scheme.name == "int8" and any(s is not None and s.kind == "Q8_0" for s in sources):
-        scheme = SCHEMES["int8-g32"]  # the pieces of one layer share one form, and Q8_0 has groups
-    pieces = []
-    for name, source in zip(names, sources, strict=True):
-        rows = None if source is None else adopt_blocks(source, scheme)
+    form, pieces = scheme_for(ckpt, names, scheme), []
+    for name in names:
+        blocks = ckpt.blocks(name)
+        rows = None if blocks is None else adopt_blocks(blocks, form)
         if rows is None:
-            rows = quantize_rows(ckpt.tensor(name) if source is None else source, scheme, name)
+            rows = quantize_rows(ckpt.tensor(name) if blocks is None else blocks, form, name)
         pieces.append(rows)
     return pieces
 
