@@ -1,0 +1,263 @@
+"""Paged KV memory: fixed-size blocks, block tables, reference counts, copy-on-write, swap.
+
+Problem. Every token of a running request keeps one key and one value per layer and head. Nobody knows beforehand how
+long an answer gets, so an engine that gives each request one contiguous slab must reserve for the longest answer it
+allows, and most of the slab stays empty while other requests wait for memory.
+
+Idea. Do what an operating system does: cut memory into blocks of `block_size` tokens, hand blocks out one by one as a
+sequence grows, and let a small list, the block table, say where each part of the sequence lies. At most one partly
+filled block per sequence is wasted. Because the table is a level of indirection, two sequences may point at the same
+block: a reference count says how many do, and whoever wants to write into a shared block takes a copy first.
+
+    sequence A  tokens  the cat sat on | the mat          block_table [3, 1]
+    sequence B  (fork)  the cat sat on | the sofa         block_table [3, 4]
+
+    block       0        1        2        3        4        5
+              +--------+--------+--------+--------+--------+--------+
+              | (pad)  | the mat|  free  |the cat |the sofa|  free  |
+              |        |        |        |sat on  |        |        |
+              +--------+--------+--------+--------+--------+--------+
+    references           1                 2        1
+
+    slot of token position p  =  block_table[p // block_size] * block_size + p % block_size
+
+Block 0 is never handed out: rows of a batch that are only padding write there, so they cannot touch live state.
+
+Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (SOSP 2023),
+sections 4.1 to 4.4 (blocks, tables, sharing, copy-on-write) and 4.5 (swapping).
+
+Left out: who gets blocks and when (scheduler.py), which blocks outlive their sequence (radix.py), attention over
+blocks (kernels.py), blocks of unequal size, and KV in fewer bits than the model's own type.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULT_MEMORY_SHARE = 0.25  # of the memory that is free when the engine starts, unless the user names a budget
+
+
+class OutOfBlocks(RuntimeError):
+    """The pool cannot give that many blocks; the caller must evict, preempt or wait. The pool is unchanged."""
+
+
+def blocks_needed(n_tokens: int, block_size: int) -> int:
+    """Blocks that hold `n_tokens` tokens."""
+    return -(-n_tokens // block_size)
+
+
+class BlockPool:
+    """Which blocks are free, and how many owners each of the others has. Integers only, no tensors.
+
+    An owner is anything that must be able to read the block later: a sequence (through its block table) or the prefix
+    cache. `allocate` makes a first owner, `share` adds one, `release` takes one away and frees the block with the last.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int):
+        if num_blocks < 2:
+            raise ValueError(f"num_blocks={num_blocks}: a pool needs at least 2 (block 0 is set aside for padding)")
+        if block_size < 1:
+            raise ValueError(f"block_size={block_size}: must be at least 1 token")
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.refs = [0] * num_blocks  # owners per block; readers outside this class must not write it
+        self.refs[0] = 1  # block 0 belongs to padding for ever
+        self._free = list(range(num_blocks - 1, 0, -1))  # a stack: the block freed last is the warmest in the caches
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def total(self) -> int:
+        """Blocks that can ever be handed out (block 0 is not among them)."""
+        return self.num_blocks - 1
+
+    def ref_count(self, block: int) -> int:
+        return self.refs[block]
+
+    def allocate(self, n: int) -> list[int]:
+        """Take `n` free blocks, in any physical order, each with one owner. Short: OutOfBlocks, and none is taken."""
+        if n > len(self._free):
+            raise OutOfBlocks(f"{n} blocks wanted, {len(self._free)} of {self.total} free")
+        if n <= 0:
+            return []
+        taken = self._free[-n:]
+        taken.reverse()
+        del self._free[-n:]
+        for block in taken:
+            self.refs[block] = 1
+        return taken
+
+    def allocate_run(self, n: int) -> list[int]:
+        """Take `n` physically adjacent blocks, first fit: the world before paging, kept so that its waste can be seen.
+
+        Raises OutOfBlocks if no gap is long enough, even where the free blocks together would be: external
+        fragmentation. Linear in the pool, unlike `allocate`.
+        """
+        start = length = 0
+        for block in range(1, self.num_blocks):
+            length = length + 1 if self.refs[block] == 0 else 0
+            if length == n:
+                start = block - n + 1
+                break
+        else:
+            raise OutOfBlocks(f"no run of {n} adjacent blocks among the {len(self._free)} free ones")
+        run = list(range(start, start + n))
+        for block in run:
+            self.refs[block] = 1
+        self._free = [block for block in self._free if not start <= block < start + n]
+        return run
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more owner for each block."""
+        refs = self.refs
+        for block in blocks:
+            if block == 0 or refs[block] == 0:
+                raise RuntimeError(f"block {block} is not in use and cannot be shared: a bug in the caller")
+            refs[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One owner less for each block; a block without owners is free again."""
+        refs, free = self.refs, self._free
+        for block in blocks:
+            if block == 0 or refs[block] == 0:
+                raise RuntimeError(f"block {block} released more often than taken: a bug in the caller")
+            refs[block] -= 1
+            if refs[block] == 0:
+                free.append(block)
+
+
+class KVCache:
+    """The tensors behind the pool: keys and values of every layer, in blocks.
+
+    data  [layers, 2, num_blocks, kv_heads, block_size, head_dim], index 0 of the second axis is K, 1 is V.
+    A block keeps its kv_heads outermost so that one head's keys of a block are one contiguous run for attention.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: str | torch.device = "cpu",
+    ):
+        import torch
+
+        self.num_blocks, self.block_size = num_blocks, block_size
+        shape = (num_layers, 2, num_blocks, kv_heads, block_size, head_dim)
+        if torch.device(device).type == "cpu":
+            # Zeroed pages of an anonymous map exist only once touched: a large pool costs no time and no memory until
+            # it is used. Zeros (not garbage) because a masked weight of 0 times a stray NaN would still be NaN.
+            nbytes = block_bytes(num_layers, 1, kv_heads, head_dim, dtype.itemsize) * num_blocks * block_size
+            self.data = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).view(dtype).view(shape)
+        else:
+            self.data = torch.zeros(shape, dtype=dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.numel() * self.data.element_size()
+
+    def layer(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of layer i, each a view [num_blocks, kv_heads, block_size, head_dim]."""
+        return self.data[i, 0], self.data[i, 1]
+
+    def write(self, i: int, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """Put k, v [T, kv_heads, head_dim] into layer i at slot_mapping [T]; rows with a negative slot are padding.
+
+        Padding goes to block 0. Left as -1 it would count from the end and overwrite the last block.
+        """
+        slots = slot_mapping.clamp(min=0).to(self.data.device)  # [T]
+        block, offset = slots // self.block_size, slots % self.block_size
+        for cache, rows in zip(self.layer(i), (k, v), strict=True):
+            cache[block, :, offset] = rows.to(cache.dtype)  # [T, kv_heads, head_dim]
+
+    def read(self, i: int, block_table: Sequence[int], n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first n_tokens of a sequence from layer i, gathered to K and V [n_tokens, kv_heads, head_dim]."""
+        gathered = self.data[i][:, list(block_table)]  # [2, blocks, kv_heads, block_size, head_dim]
+        kv_heads, head_dim = gathered.shape[2], gathered.shape[4]
+        rows = gathered.transpose(2, 3).reshape(2, -1, kv_heads, head_dim)[:, :n_tokens]
+        return rows[0], rows[1]
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (src, dst) in all layers, for copy-on-write. All sources are read before any write."""
+        if pairs:
+            src, dst = [s for s, _ in pairs], [d for _, d in pairs]
+            self.data[:, :, dst] = self.data[:, :, src]
+
+    def swap_out(self, blocks: Sequence[int]) -> torch.Tensor:
+        """A host copy [layers, 2, len(blocks), kv_heads, block_size, head_dim] of these blocks, in this order."""
+        return self.data[:, :, list(blocks)].to("cpu")
+
+    def swap_in(self, handle: torch.Tensor, blocks: Sequence[int]) -> None:
+        """Write the first len(blocks) blocks of a host copy back, to wherever the sequence now lives."""
+        if len(blocks) > handle.shape[2]:
+            raise ValueError(f"{len(blocks)} blocks to swap in, but the host copy holds {handle.shape[2]}")
+        if blocks:
+            self.data[:, :, list(blocks)] = handle[:, :, : len(blocks)].to(self.data.device)
+
+
+# ---- sizing: from bytes to blocks ------------------------------------------------------------------------------
+
+
+def block_bytes(num_layers: int, block_size: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
+    """Bytes of one block: 2 (K and V) x layers x tokens x kv_heads x head_dim x bytes per element."""
+    return 2 * num_layers * block_size * kv_heads * head_dim * itemsize
+
+
+def blocks_for_budget(
+    budget: int | None, num_layers: int, block_size: int, kv_heads: int, head_dim: int, itemsize: int, free: int = 0
+) -> int:
+    """num_blocks (block 0 included) for a budget in bytes; None means DEFAULT_MEMORY_SHARE of `free` bytes.
+
+    Raises ValueError if the budget does not hold the padding block and one more.
+    """
+    per_block = block_bytes(num_layers, block_size, kv_heads, head_dim, itemsize)
+    if budget is None:
+        budget = int(free * DEFAULT_MEMORY_SHARE)
+    if budget < 2 * per_block:
+        raise ValueError(
+            f"KV memory of {budget:,} bytes holds {max(budget, 0) // per_block} blocks of {per_block:,} bytes, but 2 "
+            "are the least; raise --kv-memory or lower block_size"
+        )
+    return budget // per_block
+
+
+def free_memory(device: str = "cpu") -> int:
+    """Bytes free on the device: what CUDA reports, or what the host can give without swapping."""
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as file:
+            return int(re.search(r"MemAvailable:\s+(\d+) kB", file.read()).group(1)) * 1024
+    except (OSError, AttributeError):  # not Linux, or a kernel before 3.14: all of it is the best guess there is
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def parse_memory(text: str) -> int:
+    """Bytes from "512M", "2G", "1.5GiB" or a plain number; K, M, G, T are powers of 1024."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if not match or float(match.group(1)) <= 0:
+        raise ValueError(f"memory size {text!r}: write a positive number with K, M, G or T, such as 512M or 2G")
+    return int(float(match.group(1)) * 1024 ** " KMGT".index(match.group(2).upper() or " "))
+
+
+def describe_capacity(pool: BlockPool, max_model_len: int, bytes_per_block: int) -> str:
+    """The line printed at start-up: what the pool holds, in tokens and in requests of full length."""
+    tokens = pool.total * pool.block_size
+    return (
+        f"KV pool: {pool.total:,} blocks of {pool.block_size} tokens = {tokens:,} tokens "
+        f"({pool.num_blocks * bytes_per_block / 2**20:,.0f} MiB) = {tokens / max_model_len:,.1f} requests of the full "
+        f"{max_model_len:,} tokens"
+    )

@@ -1,0 +1,323 @@
+"""Prefix caches: keep the KV blocks of finished work and find them again by the tokens they hold.
+
+Problem. Requests begin alike: the same system prompt, the same few-shot examples, the same conversation one turn
+later. Their K and V at those positions are the same numbers, because attention only looks back. Computing them again
+is most of the time to the first token.
+
+Idea. When a sequence leaves, its full blocks stay in the pool, owned by a tree whose edges are runs of tokens. A new
+prompt walks down from the root as far as its tokens agree and takes over the blocks it passes.
+
+    root ──[You are a helpful bot .]──┬──[Hi !]            unlocked leaf: may be evicted
+            blocks 3 9   locks 2      ├──[What is | 2+2 ?]  locks 1: a running sequence stands here
+                                      └──[Tell me | a joke] locks 1
+
+Rules that keep it right
+- Runs are whole blocks. A block enters when it is full and is never written again; whoever must write into it copies
+  it first (its reference count is above 1).
+- The cache is one owner of each block it holds (BlockPool.share), a sequence that uses the block is another.
+- A sequence locks the path it stands on, from its node up to the root. Locked nodes stay, so "unlocked" and "the
+  cache is the only owner" are the same thing, and `num_evictable` is a counter, not a search.
+- Eviction takes unlocked leaves, least recently used first, from the end of the run. A node goes before its parent
+  and its key goes with it: nothing can point at a block that has been handed to somebody else.
+- A hit needs equal tokens after an equal prefix in the same namespace. Hashes only find candidates. A namespace is
+  any hashable value; adapters and salts must be told apart by type, e.g. ("lora", "x") and ("salt", "x").
+
+`RadixCache` holds a run of any length in one node and splits it where prompts part. `HashCache` is the older idea
+behind the same interface: every node is one block, found in one flat table by a hash of its tokens and its parent's
+hash. It walks a prompt block by block where the tree walks it run by run.
+
+Sources: Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs" (NeurIPS 2024), section 3
+(radix tree, LRU leaves, cache-aware order); the block-hash scheme is the automatic prefix caching of vLLM (design
+document of that name).
+
+Left out: sharing inside a block (a partial match is cut to whole blocks), caches on disk or on other hosts, and
+choosing what to keep by anything but recency.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Hashable
+from itertools import count
+from typing import NamedTuple
+
+from kv_paged import BlockPool
+
+
+class Node:
+    """A run of tokens below `parent`, the blocks that hold its K and V, and how many sequences stand on or below it."""
+
+    __slots__ = ("parent", "children", "tokens", "blocks", "depth", "locks", "last_used", "number", "queued", "key")
+
+    def __init__(self, parent: Node | None, tokens: list[int], blocks: list[int], number: int, key: Hashable = None):
+        self.parent = parent
+        self.children: dict[Hashable, Node] = {}
+        self.tokens, self.blocks = tokens, blocks  # len(tokens) == len(blocks) * block_size
+        self.depth = (parent.depth if parent else 0) + len(blocks)  # blocks from the root to the end of this run
+        self.locks = 0
+        self.last_used = 0
+        self.number = number  # unique: breaks ties in the eviction queue
+        self.queued = False  # whether the eviction queue holds an entry for it
+        self.key = key  # namespace of a root; HashCache: its key in the table
+
+
+class Match(NamedTuple):
+    """blocks: the cached blocks found, n_tokens: how many tokens they hold, handle: the node they end at.
+
+    The handle is valid until the next call that changes the cache, unless it is locked first.
+    """
+
+    blocks: list[int]
+    n_tokens: int
+    handle: Node
+
+
+class RadixCache:
+    """The tree. Token ids are compared in full; a dictionary of first blocks finds the child in one look."""
+
+    max_run: int | None = None  # blocks per node, None: as long as the run lasts
+
+    def __init__(self, pool: BlockPool):
+        self.pool, self.block_size = pool, pool.block_size
+        self.roots: dict[Hashable, Node] = {}  # one per namespace in use
+        self.num_blocks = 0  # blocks held
+        self.num_evictable = 0  # blocks held that no sequence uses
+        self.evicted = 0  # blocks evicted so far
+        self._queue: list[tuple[int, int, Node]] = []  # heap of (last_used, number, leaf); at most one entry per node
+        self._clock, self._numbers = count(1), count(1)
+
+    # ---- finding
+
+    def match(self, tokens: list[int], namespace: Hashable = None, limit: int | None = None) -> Match:
+        """The longest cached prefix of tokens[:limit], in whole blocks. Splits a run so that the match ends at a node.
+
+        Lock the handle before doing anything else with the cache.
+        """
+        node, now, blocks = self._root(namespace), next(self._clock), []
+        end = (len(tokens) if limit is None else min(limit, len(tokens))) // self.block_size
+        while node.depth < end and (child := self._child(node, tokens)) is not None:
+            same = self._common(child, tokens, end)
+            node = child if same == len(child.blocks) else self._split(child, same)
+            node.last_used = now
+            blocks += node.blocks
+        return Match(blocks, len(blocks) * self.block_size, node)
+
+    def cached_length(self, tokens: list[int], namespace: Hashable = None, limit: int | None = None) -> int:
+        """What match() would find, in tokens, without touching anything: for policies that only compare."""
+        node, depth = self.roots.get(namespace), 0
+        end = (len(tokens) if limit is None else min(limit, len(tokens))) // self.block_size
+        while node is not None and depth < end and (child := self._child(node, tokens)) is not None:
+            same = self._common(child, tokens, end)
+            depth += same
+            node = child if same == len(child.blocks) else None
+        return depth * self.block_size
+
+    def _common(self, child: Node, tokens: list[int], end: int) -> int:
+        """Blocks of the child's run that agree with tokens[:end * block_size]; the first is known to agree."""
+        size, start = self.block_size, child.depth - len(child.blocks)
+        n, run = min(len(child.blocks), end - start), child.tokens
+        if tokens[start * size : (start + n) * size] == (run if n == len(child.blocks) else run[: n * size]):
+            return n
+        same = 1
+        while tokens[(start + same) * size : (start + same + 1) * size] == run[same * size : (same + 1) * size]:
+            same += 1
+        return same
+
+    # ---- keeping
+
+    def lock(self, handle: Node) -> None:
+        """Protect the path from the handle to the root from eviction. One lock per sequence that stands there."""
+        node: Node | None = handle
+        while node is not None:
+            self._lock_one(node)
+            node = node.parent
+
+    def unlock(self, handle: Node) -> None:
+        node, now = handle, next(self._clock)
+        while node is not None:
+            if node.locks == 0:
+                raise RuntimeError("prefix cache unlocked more often than locked: a bug in the caller")
+            parent = node.parent
+            node.locks -= 1
+            node.last_used = now
+            if node.locks == 0:
+                self.num_evictable += len(node.blocks)
+                self._offer(node)
+            node = parent
+
+    def insert(
+        self, tokens: list[int], blocks: list[int], namespace: Hashable = None, handle: Node | None = None
+    ) -> Match:
+        """Keep `blocks`, which hold the first len(blocks) * block_size of `tokens` (all full, all computed).
+
+        With a handle (locked by the caller, the end of what the cache already has of this sequence) the walk starts
+        there and the caller's lock moves down with it. Returns the blocks the cache holds from that point on: where
+        it already had these tokens they are its own and not the caller's, who should use them and release the copies.
+        """
+        node, now, kept = handle or self._root(namespace), next(self._clock), []
+        end = len(blocks)
+        while node.depth < end:
+            child = self._child(node, tokens)
+            if child is not None:
+                same = self._common(child, tokens, end)
+                child = child if same == len(child.blocks) else self._split(child, same)
+                kept += child.blocks
+                if handle is not None:
+                    self._lock_one(child)
+            else:
+                run = blocks[node.depth : end if self.max_run is None else min(end, node.depth + self.max_run)]
+                kept += run
+                child = self._append(node, tokens, run, handle is not None)
+            node = child
+            node.last_used = now
+            self._offer(node)
+        return Match(kept, len(kept) * self.block_size, node)
+
+    def _append(self, node: Node, tokens: list[int], run: list[int], locked: bool) -> Node:
+        """A new run below `node`; a leaf that only the caller stands on simply grows, so decoding makes no chains."""
+        self.pool.share(run)
+        self.num_blocks += len(run)
+        start = node.depth * self.block_size
+        new = tokens[start : start + len(run) * self.block_size]
+        if self.max_run is None and node.parent is not None and not node.children and node.locks == int(locked):
+            node.tokens += new
+            node.blocks += run
+            node.depth += len(run)
+        else:
+            node = Node(node, new, list(run), next(self._numbers))
+            node.locks = int(locked)
+            self._attach(node)
+        if not locked:
+            self.num_evictable += len(run)
+        return node
+
+    # ---- forgetting
+
+    def evict(self, n_blocks: int) -> int:
+        """Free up to n_blocks unlocked blocks, least recently used leaves first; returns how many were freed."""
+        freed = 0
+        while freed < n_blocks and self._queue:
+            stamp, _, node = heapq.heappop(self._queue)
+            node.queued = False
+            if node.locks or node.children or not node.blocks:
+                continue  # used again, or no longer a leaf: unlock() or the last child's eviction offers it anew
+            if stamp != node.last_used:
+                self._offer(node)  # used since it was queued: back in at its true age
+                continue
+            freed += self._trim(node, n_blocks - freed)
+        self.evicted += freed
+        return freed
+
+    def _trim(self, leaf: Node, n: int) -> int:
+        """Free the last n blocks of an unlocked leaf; an emptied leaf leaves the tree and uncovers its parent."""
+        n = min(n, len(leaf.blocks))
+        self.pool.release(leaf.blocks[-n:])
+        if n == len(leaf.blocks):
+            self._detach(leaf)
+            self._offer(leaf.parent)
+        del leaf.blocks[-n:], leaf.tokens[-n * self.block_size :]
+        leaf.depth -= n
+        self.num_blocks -= n
+        self.num_evictable -= n
+        self._offer(leaf)
+        return n
+
+    def _offer(self, node: Node) -> None:
+        """Queue a node for eviction if it is an unlocked leaf. An unlocked root without children is dropped."""
+        if node.locks or node.children:
+            return
+        if node.parent is None:
+            if self.roots.get(node.key) is node:
+                del self.roots[node.key]
+        elif node.blocks and not node.queued:
+            node.queued = True
+            heapq.heappush(self._queue, (node.last_used, node.number, node))
+
+    # ---- the tree itself
+
+    def _root(self, namespace: Hashable) -> Node:
+        if namespace not in self.roots:
+            self.roots[namespace] = Node(None, [], [], next(self._numbers), namespace)
+        return self.roots[namespace]
+
+    def _lock_one(self, node: Node) -> None:
+        if node.locks == 0:
+            self.num_evictable -= len(node.blocks)
+        node.locks += 1
+
+    def _split(self, node: Node, n: int) -> Node:
+        """Cut a run after n blocks. The lower part stays the same object: sequences that stand on it keep their handle.
+
+        before  parent ── node [a b c d]         after  parent ── upper [a b] ── node [c d]
+        """
+        size = self.block_size
+        upper = Node(node.parent, node.tokens[: n * size], node.blocks[:n], next(self._numbers))
+        upper.locks, upper.last_used = node.locks, node.last_used
+        self._attach(upper)  # takes the node's place under its parent: same first block, same key
+        node.tokens, node.blocks, node.parent = node.tokens[n * size :], node.blocks[n:], upper
+        self._attach(node)
+        return upper
+
+    def _child(self, node: Node, tokens: list[int]) -> Node | None:
+        """The child whose first block equals the tokens that follow the node."""
+        start = node.depth * self.block_size
+        return node.children.get(tuple(tokens[start : start + self.block_size]))
+
+    def _attach(self, node: Node) -> None:
+        node.parent.children[tuple(node.tokens[: self.block_size])] = node
+
+    def _detach(self, node: Node) -> None:
+        del node.parent.children[tuple(node.tokens[: self.block_size])]
+
+    def snapshot(self, max_tokens: int = 16) -> list[dict]:
+        """The tree as plain lists and dicts, for people to look at: one entry per namespace."""
+
+        def picture(node: Node) -> dict:
+            return {
+                "tokens": node.tokens[:max_tokens],
+                "n_tokens": len(node.tokens),
+                "blocks": list(node.blocks),
+                "locks": node.locks,
+                "last_used": node.last_used,
+                "children": [picture(child) for child in node.children.values()],
+            }
+
+        return [{"namespace": namespace, **picture(root)} for namespace, root in self.roots.items()]
+
+
+class HashCache(RadixCache):
+    """One block per node, found in one flat table: hash of (parent's key, the block's tokens) -> candidates.
+
+    The hash is trusted for nothing: a candidate counts only if its tokens and its parent node are the right ones, so
+    by induction its whole prefix is.
+    """
+
+    max_run = 1
+
+    def __init__(self, pool: BlockPool, hash_function: Callable[[Hashable], Hashable] = hash):
+        super().__init__(pool)
+        self.hash_function = hash_function
+        self.table: dict[Hashable, list[Node]] = {}
+
+    def _child(self, node: Node, tokens: list[int]) -> Node | None:
+        start = node.depth * self.block_size
+        block = tokens[start : start + self.block_size]
+        for candidate in self.table.get(self.hash_function((node.key, tuple(block))), ()):
+            if candidate.parent is node and candidate.tokens == block:
+                return candidate
+        return None
+
+    def _attach(self, node: Node) -> None:
+        node.key = self.hash_function((node.parent.key, tuple(node.tokens)))
+        self.table.setdefault(node.key, []).append(node)
+        node.parent.children[node.number] = node
+
+    def _detach(self, node: Node) -> None:
+        same_key = self.table[node.key]
+        same_key.remove(node)
+        if not same_key:
+            del self.table[node.key]
+        del node.parent.children[node.number]
+
+
+PREFIX_CACHES: dict[str, type[RadixCache]] = {"radix": RadixCache, "hash": HashCache}
