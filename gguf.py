@@ -55,7 +55,7 @@ UNREADABLE = (
 
 
 class GGUFError(ValueError):
-    """A file that is not GGUF, is damaged, or holds what this reader does not know: the message says which, and where."""
+    """A file that is not GGUF, is damaged, or holds what this reader does not know; the message says where."""
 
 
 # ---- from a block's bytes to its weights ----

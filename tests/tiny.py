@@ -182,6 +182,8 @@ def write_metadata(writer, gguf, config: dict) -> None:
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
+    if config["model_type"] == "mistral" and config["sliding_window"]:
+        writer.add_sliding_window(config["sliding_window"])
     kind = rope.get("rope_type", "default")
     if kind in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(kind))

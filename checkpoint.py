@@ -1,0 +1,411 @@
+"""From a name or a path to a config, weights and tokenizer files.
+
+The problem: weights come in two containers (a transformers folder of safetensors, a GGUF file), in one piece or in
+shards, under two naming schemes, with q and k of some files in another row order, with or without a head, and now and
+then cut short. A loader that is generous about any of it does not fail, it babbles: a missing shard becomes noise, a
+stray file overwrites the right one. So a checkpoint is checked against the list of tensors that its own config demands,
+all of it, before anything is loaded; and memory never holds the model twice, because one tensor is read at a time.
+
+    open_checkpoint("smollm2")            --> download.fetch ----+
+    open_checkpoint("owner/repository")   --> download.hub_folder |
+    open_checkpoint("model.gguf")  -------------------------------+--> Checkpoint: config, names(), shape(),
+    open_checkpoint("folder/")     -------------------------------+                tensor(), blocks()
+                                                                         |  one tensor at a time
+                                                                         v
+                                                                      model.py
+
+Heads. No lm_head.weight and tie_word_embeddings: the embedding is the head. None and untied: an error. Tied and a head
+present: as transformers does, equal values are one tensor, while different values mean that the flag is wrong: the
+head is kept and the config that comes out says untied. Rows: llama.cpp rotates neighbouring pairs (x0 x1), transformers
+halves (x0 x_(d/2)), so GGUF files of the llama architecture hold q and k reordered; both forms return in transformers'
+order here, blocks too, since a row is whole blocks.
+
+Nothing is ever unpickled: .bin and .pt files may run code when opened. Left out: those, GGUF files in several parts,
+and checkpoints of GPTQ, AWQ and bitsandbytes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+import gguf
+from config import CheckpointError, ModelConfig, from_gguf, from_hf, tensor_shapes
+from download import REGISTRY, fetch, hub_folder
+
+__all__ = ["Checkpoint", "CheckpointError", "ModelConfig", "fetch", "open_checkpoint", "tensor_shapes"]
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+QUANT_KEY = "vitrine_quant"  # metadata entry of the safetensors files that quantize.py writes
+QUANT_PARTS = (".qweight", ".scales", ".mins")  # what stands for .weight there
+LEFTOVER = re.compile(r"(^|\.)rotary_emb\.inv_freq$|attn_rot_embd\.weight$")  # computed from the config, never loaded
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "U8": "uint8", "I8": "int8"}
+
+
+def open_checkpoint(model: str | Path) -> Checkpoint:
+    """Open a short name ("smollm2"), a transformers folder, a .gguf file, or a hub id ("owner/name").
+
+    A short name wins over a file of that name; write "./smollm2" for the latter. Everything is checked here, nothing
+    but headers is read. Raises CheckpointError with the cause, the value and the remedy.
+    """
+    path = Path(model).expanduser()
+    if str(model) in REGISTRY:
+        return GGUFCheckpoint(fetch(str(model)))
+    if path.is_dir():
+        return FolderCheckpoint(path)
+    if path.is_file():
+        if path.suffix in PICKLES:
+            raise CheckpointError(_pickle_refusal(path))
+        if path.suffix == ".safetensors":
+            raise CheckpointError(
+                f"{path} is one file of a checkpoint: name the folder {path.parent} with its config.json."
+            )
+        return GGUFCheckpoint(path)
+    if isinstance(model, str) and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model) and path.suffix != ".gguf":
+        return FolderCheckpoint(hub_folder(model))
+    raise CheckpointError(
+        f"No model {str(model)!r}: no such file or folder, and not a hub id (owner/name). "
+        f"Short names: {', '.join(REGISTRY)}."
+    )
+
+
+class Checkpoint:
+    """A checked, opened checkpoint. Tensors go by transformers' names, in transformers' row order, in either container.
+
+    config, path (folder or file), generation_config (of a folder, else {}), gguf (the gguf.File, or None), quant (the
+    scheme if quantize.py wrote the folder, or None). Tensors may be views of mapped files: read them, do not write.
+    """
+
+    gguf: gguf.File | None = None
+    quant: dict | None = None
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.generation_config: dict = {}
+        self.config: ModelConfig
+        self._shapes: dict[str, tuple[int, ...]]
+
+    def names(self) -> list[str]:
+        """The names of all tensors to load: exactly those that the config demands."""
+        return list(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor, dense, in the dtype of the file (quantised GGUF blocks: float32)."""
+        raise NotImplementedError
+
+    def blocks(self, name: str) -> gguf.Blocks | None:
+        """The tensor as the quantised blocks that a GGUF file holds, or None when it is stored dense."""
+        return None
+
+    def release(self, name: str) -> None:
+        """Let the pages of a mapped tensor leave memory: for loaders that have just copied it."""
+
+    def _stored(self, name: str) -> str:
+        """The name that the file itself has for a tensor."""
+        return name
+
+    def _check(self, found: dict[str, tuple[int, ...]], where: str) -> dict[str, tuple[int, ...]]:
+        """`found` without leftovers, in the config's order; refuses what is missing, unknown, or of another shape."""
+        expected = tensor_shapes(self.config)
+        left = {name: shape for name, shape in found.items() if not LEFTOVER.search(name)}
+        if self.quant is not None:
+            expected = _quantised_names(expected, left)
+        missing = [name for name in expected if name not in left]
+        unknown = [name for name in left if name not in expected]
+        if missing or unknown:
+            raise CheckpointError(
+                f"{where} does not hold the tensors that its config asks for."
+                + (f" Missing ({len(missing)}): {_some([self._stored(n) for n in missing])}." if missing else "")
+                + (f" Unknown ({len(unknown)}): {_some(unknown)}." if unknown else "")
+                + " The weights and the config are not of the same model, or a part of them is not here."
+            )
+        for name, shape in expected.items():
+            if shape is not None and left[name] != shape:
+                raise CheckpointError(
+                    f"{where}: tensor {self._stored(name)!r} has shape {list(left[name])}, but the config asks for "
+                    f"{list(shape)}: the weights and the config are not of the same model."
+                )
+        return {name: left[name] for name in expected}
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _quantised_names(expected: dict, found: dict) -> dict:
+    """Where quantize.py replaced a matrix: its parts instead of .weight, with shapes left to the scheme (None)."""
+    names = {}
+    for name, shape in expected.items():
+        stem = name.removesuffix(".weight")
+        if stem + ".qweight" in found:
+            names |= {stem + part: None for part in QUANT_PARTS[:2]}
+            names |= {stem + ".mins": None} if stem + ".mins" in found else {}
+        else:
+            names[name] = shape
+    return names
+
+
+class FolderCheckpoint(Checkpoint):
+    """A transformers folder: config.json, safetensors (one file, or shards and an index), tokenizer files."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        settings = _read_json(path / "config.json", _no_config(path))
+        if (path / "generation_config.json").exists():
+            self.generation_config = _read_json(path / "generation_config.json")
+        self.config = from_hf(settings, self.generation_config, str(path / "config.json"))
+        files, index = self._locate()
+        self._files: dict[str, Path] = {}
+        found, dtypes = {}, {}
+        for file in files:
+            header, quant = _read_header(file)
+            self.quant = quant or self.quant
+            for name, (shape, dtype) in header.items():
+                if index is None or index.get(name) == file.name:
+                    self._files[name], found[name], dtypes[name] = file, shape, dtype
+        lost = [name for name in index or () if name not in found]
+        if lost:
+            raise CheckpointError(f"{path}: the index assigns tensors to files that lack them: {_some(lost)}.")
+        self._settle_head(found)
+        self._settle_dtype(dtypes)
+        self._shapes = self._check(found, str(path))
+
+    def _locate(self) -> tuple[list[Path], dict[str, str] | None]:
+        """The files to read, and which tensor counts in which of them (None: all of a single file).
+
+        An index has the last word: files and duplicates of tensors that it does not name are never looked at.
+        """
+        index = self.path / "model.safetensors.index.json"
+        if index.exists():
+            table = _read_json(index).get("weight_map")
+            if not isinstance(table, dict) or not all(isinstance(f, str) and f == Path(f).name for f in table.values()):
+                raise CheckpointError(f"{index}: weight_map must assign a file of this folder to every tensor.")
+            files = [self.path / file for file in sorted(set(table.values()))]
+            for file in files:
+                if not file.is_file():
+                    raise CheckpointError(f"{file} is missing, but {index.name} names it: fetch it again.")
+            return files, table
+        single = self.path / "model.safetensors"
+        files = [single] if single.is_file() else sorted(self.path.glob("*.safetensors"))
+        if len(files) != 1:
+            raise CheckpointError(_no_weights(self.path, files))
+        return files, None
+
+    def _settle_head(self, found: dict) -> None:
+        """Tied by the config and yet a head in the files: one tensor if they are equal, else the head counts."""
+        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+        if not self.config.tie_word_embeddings or head not in found or embedding not in found:
+            return
+        if found[head] == found[embedding] and torch.equal(self.tensor(head), self.tensor(embedding)):
+            del found[head]
+        else:
+            self.config = replace(self.config, tie_word_embeddings=False)
+
+    def _settle_dtype(self, dtypes: dict[str, str]) -> None:
+        """Without a dtype in config.json the embedding's counts; dtypes that no layer takes are refused."""
+        for name, dtype in dtypes.items():
+            if LEFTOVER.search(name):
+                continue
+            if dtype not in DTYPES or (dtype in ("U8", "I8") and self.quant is None):
+                allowed = ", ".join(d for d in DTYPES if d not in ("U8", "I8"))
+                raise CheckpointError(f"{self.path}: tensor {name!r} is stored as {dtype}. Supported: {allowed}.")
+        stored = DTYPES.get(dtypes.get("model.embed_tokens.weight", "F32"), "float32")
+        self.config = replace(self.config, dtype=self.config.dtype or stored)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        # One handle per tensor: the library maps the file, and pages once touched stay resident as long as a handle or
+        # a tensor of it lives. This way a loader that copies and drops holds one tensor of the file at a time.
+        try:
+            with safe_open(self._files[name], framework="pt") as file:
+                return file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self._files[name]}: tensor {name!r} cannot be read: {error}.") from error
+
+
+class GGUFCheckpoint(Checkpoint):
+    """A GGUF file of the llama, qwen2 or qwen3 architecture."""
+
+    NAMES = {
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "attn_q_norm": "self_attn.q_norm",
+        "attn_k_norm": "self_attn.k_norm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    }
+    OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        try:
+            self.gguf = gguf.File(path)
+        except (gguf.GGUFError, OSError) as error:
+            raise CheckpointError(str(error)) from error
+        tensors = self.gguf.tensors
+        self.config = from_gguf(self.gguf.metadata, {n: t.shape for n, t in tensors.items()}, str(path))
+        dense = {t.kind for t in tensors.values() if len(t.shape) > 1} <= {"F32", "F16", "BF16"}
+        self.config = replace(
+            self.config,
+            dtype=DTYPES[tensors["token_embd.weight"].kind] if dense else "float32",
+            rope_scaling=self._rope_factors(),
+        )
+        self._names = {self._canonical(name): name for name in tensors if name != "rope_freqs.weight"}
+        self._shapes = self._check({ours: tensors[name].shape for ours, name in self._names.items()}, str(path))
+
+    def _canonical(self, name: str) -> str:
+        """blk.0.attn_q.weight -> model.layers.0.self_attn.q_proj.weight; a name of another pattern stays as it is."""
+        stem, _, kind = name.rpartition(".")
+        if stem in self.OUTER:
+            return f"{self.OUTER[stem]}.{kind}"
+        match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+        if match is None or match[2] not in self.NAMES:
+            return name
+        return f"model.layers.{match[1]}.{self.NAMES[match[2]]}.{kind}"
+
+    def _stored(self, name: str) -> str:
+        outer = {ours: theirs for theirs, ours in self.OUTER.items()}
+        inner = {ours: theirs for theirs, ours in self.NAMES.items()}
+        stem, _, kind = name.rpartition(".")
+        if stem in outer:
+            return f"{outer[stem]}.{kind}"
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
+        return f"blk.{match[1]}.{inner[match[2]]}.{kind}" if match and match[2] in inner else name
+
+    def _rope_factors(self) -> dict | None:
+        """Llama 3.1's scaling, which converters write as a tensor of divisors, one for each rotary frequency."""
+        scaling = self.config.rope_scaling
+        if "rope_freqs.weight" not in self.gguf.tensors:
+            return scaling
+        factors = self.gguf.tensor("rope_freqs.weight").float().flatten()
+        if len(factors) != self.config.head_dim // 2 or not bool((factors.isfinite() & (factors > 0)).all()):
+            raise CheckpointError(
+                f"{self.path}: tensor 'rope_freqs.weight' must hold {self.config.head_dim // 2} positive numbers."
+            )
+        if bool((factors == 1).all()):
+            return scaling
+        if scaling is not None:
+            kind = scaling["rope_type"]
+            raise CheckpointError(f"{self.path}: both {kind} rope scaling and 'rope_freqs.weight': not supported.")
+        return {"rope_type": "llama3_factors", "factors": tuple(factors.tolist())}
+
+    def _row_order(self, name: str) -> torch.Tensor | None:
+        """Which stored row comes where: of each head, first the even rows, then the odd ones. None: as stored."""
+        heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads}.get(name.split(".")[-2])
+        if heads is None or self.config.architecture != "llama":
+            return None
+        rows = torch.arange(self.shape(name)[0])
+        return rows.view(heads, -1, 2).transpose(1, 2).flatten()  # [heads, d/2, 2] -> [heads, 2, d/2] -> [rows]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        stored, order = self._names[name], self._row_order(name)
+        dense = self.gguf.tensor(stored)
+        if order is not None:
+            dense = dense[order]
+        if order is not None or self.gguf.blocks(stored) is not None:
+            self.release(name)  # a copy was made: its source need not stay resident
+        return dense
+
+    def blocks(self, name: str) -> gguf.Blocks | None:
+        blocks, order = self.gguf.blocks(self._names[name]), self._row_order(name)
+        return blocks if blocks is None or order is None else blocks.rows(order)
+
+    def release(self, name: str) -> None:
+        self.gguf.release(self._names[name])
+
+
+# ---- reading files that may be anything ----
+
+
+def _read_json(path: Path, absent: str = "") -> dict:
+    if not path.is_file():
+        raise CheckpointError(absent or f"{path} is missing.")
+    raw = path.read_bytes()
+    if raw.startswith(gguf.LFS_POINTER):
+        raise CheckpointError(_lfs_refusal(path))
+    try:
+        content = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}): fetch it again.") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__} where an object was expected.")
+    return content
+
+
+def _read_header(path: Path) -> tuple[dict[str, tuple[tuple[int, ...], str]], dict | None]:
+    """({name: (shape, dtype)}, scheme of quantize.py or None) of a safetensors file, which is checked on the way."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            header = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+            quant = (file.metadata() or {}).get(QUANT_KEY)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(_explain(path, error)) from error
+    try:
+        return header, None if quant is None else json.loads(quant)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: its {QUANT_KEY} metadata is not JSON ({error}).") from error
+
+
+def _explain(path: Path, error: Exception) -> str:
+    """Why the safetensors library refused a file. Its messages name neither file nor tensor."""
+    with open(path, "rb") as file:
+        head = file.read(64)
+        size = path.stat().st_size
+        length = int.from_bytes(head[:8], "little")
+        if head.startswith(gguf.LFS_POINTER):
+            return _lfs_refusal(path)
+        if size < 8 or length > size - 8:
+            return (
+                f"{path}: its header should have {length} bytes, but the file has {size}: truncated or not safetensors."
+            )
+        file.seek(8)
+        try:
+            table = json.loads(file.read(length))
+            ends = {
+                name: 8 + length + entry["data_offsets"][1] for name, entry in table.items() if name != "__metadata__"
+            }
+            last = max(ends, key=ends.get)
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
+            return f"{path}: its header is damaged, or it is not a safetensors file ({error}): fetch it again."
+    if ends[last] > size:
+        return (
+            f"{path} is truncated: tensor {last!r} ends at byte {ends[last]}, but the file has {size}: fetch it again."
+        )
+    return f"{path} is damaged ({error}): fetch it again."
+
+
+def _lfs_refusal(path: Path) -> str:
+    return f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull` in its repository."
+
+
+def _pickle_refusal(path: Path) -> str:
+    return (
+        f"{path} is a pickle, which can run any code when it is opened: never read here. Convert it on a machine where "
+        f"that is acceptable: transformers' AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)."
+    )
+
+
+def _no_config(path: Path) -> str:
+    files = [f.name for f in sorted(path.glob("*.gguf"))]
+    hint = f"name one of its GGUF files: {_some(files)}" if files else "is it a transformers model folder?"
+    return f"{path} has no config.json: {hint}"
+
+
+def _no_weights(path: Path, files: list[Path]) -> str:
+    if files:
+        return f"{path} holds {len(files)} safetensors files and no model.safetensors.index.json: fetch the index too."
+    pickles = [f for f in sorted(path.iterdir()) if f.suffix in PICKLES]
+    return _pickle_refusal(pickles[0]) if pickles else f"{path} holds no weights: no *.safetensors is there."
