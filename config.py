@@ -260,6 +260,15 @@ def _hf_rope(config: dict, positions: int, where: str) -> tuple[float, dict | No
         return theta, {"rope_type": "llama3", **numbers, "original_max_position_embeddings": original}
     if kind == "yarn":
         return theta, _hf_yarn(read, positions / original, original)
+    if kind == "llama3_factors":  # what quantize.py writes for a GGUF file that holds the divisors
+        divisors = rope.get("factors")
+        if not isinstance(divisors, list) or not divisors:
+            raise CheckpointError(f"{where}: rope settings: factors is {divisors!r}; it must list divisors.")
+        each = Reader(dict(enumerate(divisors)), f"{where}: rope settings: factors")
+        return theta, {
+            "rope_type": kind,
+            "factors": tuple(each.number(i, whole=False, least=1e-6) for i in each.values),
+        }
     raise CheckpointError(f"{where}: rope_type {kind!r} is not supported. Supported: default, linear, llama3, yarn.")
 
 
