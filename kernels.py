@@ -43,9 +43,13 @@ Left out: gradients, training-time dropout, attention biases other than the slid
 
 from __future__ import annotations
 
+import sys
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+import kernels_native
 
 TILE = 16  # output channels side by side in a packed tile
 GROUP = 32  # inputs per packed tile, and per scale of the 8-bit activations
@@ -173,7 +177,7 @@ def rope_write_kv(
     With `q_norm`, `k_norm` [head_dim] every head is RMS-normalised before it is rotated (Qwen3).
     """
     _, kv_heads, block_size, head_dim = k_cache.shape
-    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    heads = qkv.view(qkv.shape[0], num_heads + 2 * kv_heads, head_dim)
     q, k, v = heads.split((num_heads, kv_heads, kv_heads), dim=1)  # [T, heads, head_dim] each
     if q_norm is not None:
         q = rms_norm(q, q_norm, eps)
@@ -366,32 +370,44 @@ _FAKES = {
     int8_embedding: _fake_embedding,
 }
 
-_chosen = {reference.__name__: reference for reference in _SCHEMAS}  # op name -> implementation in use
+_reference_of = {reference.__name__: reference for reference in _SCHEMAS}
+_on_cpu, _on_cuda = dict(_reference_of), dict(_reference_of)  # op name -> implementation in use
 _library = torch.library.Library("vitrine", "DEF")
 
 
-def _register(reference, schema: str) -> None:
-    name = reference.__name__
+def _register(name: str, schema: str, fake) -> None:
     _library.define(name + schema)
-    _library.impl(name, lambda *args, **kwargs: _chosen[name](*args, **kwargs), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"vitrine::{name}", _FAKES[reference], lib=_library)
+    _library.impl(name, lambda *args, **kwargs: _on_cpu[name](*args, **kwargs), "CPU")
+    _library.impl(name, lambda *args, **kwargs: _on_cuda[name](*args, **kwargs), "CUDA")
+    torch.library.register_fake(f"vitrine::{name}", fake, lib=_library)
 
 
-for _reference, _schema in _SCHEMAS.items():
-    _register(_reference, _schema)
+for _op, _schema in _SCHEMAS.items():
+    _register(_op.__name__, _schema, _FAKES[_op])
 
-
-BACKENDS = ("reference",)
 _backend = "reference"
 
 
 def set_backend(name: str) -> str:
-    """Choose the implementation behind `torch.ops.vitrine`; returns the one that is now in use."""
+    """Choose the implementation behind `torch.ops.vitrine` and return the name of the one now in use.
+
+    "native" is the fast one of each device: C++ on the CPU, Triton on a GPU. Without a working compiler it becomes
+    "reference", with one note on stderr that says why. "triton" on the CPU needs TRITON_INTERPRET=1.
+    """
     global _backend
     if name not in ("native", "reference", "triton"):
         raise ValueError(f"kernels backend {name!r} is unknown: choose native, reference or triton")
-    _backend = name if name in BACKENDS else "reference"
-    return _backend
+    if name == "native":
+        try:
+            kernels_native.load()
+        except kernels_native.BuildError as error:
+            print(f"kernels: {error}\nkernels: using the slow torch reference instead", file=sys.stderr)
+            name = "reference"
+    _on_cpu.update(_reference_of)
+    if name == "native":
+        _on_cpu.update({op: getattr(kernels_native, op) for op in _reference_of})
+    _backend = name
+    return name
 
 
 def backend() -> str:
@@ -400,6 +416,18 @@ def backend() -> str:
 
 
 def set_threads(n: int) -> None:
-    """Worker threads of the native backend, the caller included (1 = no helpers)."""
+    """Threads of the native backend, the caller's included."""
     if n < 1:
         raise ValueError(f"threads must be at least 1, got {n}")
+    kernels_native.set_threads(n)
+
+
+def record() -> kernels_native.Tape:
+    """`with record() as tape: step()` runs a step and keeps it; `tape.replay()` runs it again in one call.
+
+    Only operations of `torch.ops.vitrine` and views may be inside, on tensors whose memory stays in place; new inputs
+    are written into the old tensors first. What the step returned is overwritten by every replay.
+    """
+    if _backend != "native":
+        raise ValueError(f"a tape records native kernels, and the backend is {_backend!r}: call set_backend('native')")
+    return kernels_native.Tape()
