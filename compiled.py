@@ -1,0 +1,140 @@
+"""Compiled decode: trade many small calls for few, and compile as little as possible.
+
+The problem. A small model's decode step is a few milliseconds of arithmetic under hundreds of operations, and each
+operation pays for Python, dispatch and launch before it computes anything. torch.compile and captured graphs remove
+that, but compiling thirty layers as one graph takes over a minute, and a new graph for every prompt length never ends.
+
+The idea, on every device: compile ONE decoder layer and run it for all of them. Layers differ only in their weights,
+which are inputs of the graph. The number of rows T is the only size that changes, and it is a symbol, so two graphs
+serve every batch, prompt length and context length:
+
+    T = 1   one sequence decodes: the commonest step, worth its own code
+    T > 1   everything else: prefill, chunks, mixed batches
+
+(Page tables and sequence bounds change their sizes too, but only attention reads them, inside an opaque operation.)
+
+On a GPU, in addition: a decode step's launches are recorded once and replayed as one CUDA graph. A graph has fixed
+sizes and fixed addresses, so there is one for each bucket of batch sizes, fed through static buffers. Rows between the
+batch and its bucket are padding: they compute rubbish, write it to block 0, which nobody owns, and are cut off.
+
+    batch of 5 -> bucket 8:  rows 5, 6, 7 have slot 0, context length 1, block table 0
+
+Sources: gpt-fast for compiling the decode step, torch's regional compilation recipe for the single layer, vLLM and
+TensorRT-LLM for graphs per batch bucket. Left out: compiling the prefill for fixed lengths, whole-model graphs.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+from model import Batch, DecoderLayer, Transformer
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+class LayerCompiler:
+    """A torch.compile backend that counts its graphs, times them, and says so while the user waits.
+
+    `backend` does the work: "inductor", or "eager" to count graphs without compiling them.
+    """
+
+    def __init__(self, backend: str = "inductor", quiet: bool = False):
+        self.compile_graph = torch._dynamo.lookup_backend(backend)
+        self.quiet, self.graphs, self.seconds = quiet, 0, 0.0
+
+    def __call__(self, graph: torch.fx.GraphModule, example_inputs: list) -> Callable:
+        self.graphs += 1
+        if not self.quiet:
+            print(f"compiling decoder layer, graph {self.graphs} ...", end="", file=sys.stderr, flush=True)
+        start = time.perf_counter()
+        compiled = self.compile_graph(graph, example_inputs)
+        taken = time.perf_counter() - start
+        self.seconds += taken
+        if not self.quiet:
+            print(f" {taken:.1f} s", file=sys.stderr, flush=True)
+        return compiled
+
+    def install(self, model: Transformer) -> None:
+        """Have `model` run its layers compiled from now on."""
+        run = torch.compile(DecoderLayer.forward, fullgraph=True, backend=self)
+
+        def run_layer(layer, x, positions, cos_sin, k_cache, v_cache, slot_mapping, tables, query_start, context_lens):
+            if x.shape[0] > 1:  # a size of one is a constant to torch.compile; every other is made a symbol
+                for tensor in (x, positions, slot_mapping):
+                    torch._dynamo.mark_dynamic(tensor, 0)
+            for tensor, dims in ((tables, (0, 1)), (query_start, (0,)), (context_lens, (0,))):
+                for dim in dims:
+                    torch._dynamo.mark_dynamic(tensor, dim)
+            return run(
+                layer, x, positions, cos_sin, k_cache, v_cache, slot_mapping, tables, query_start, context_lens
+            )
+
+        model.run_layer = run_layer
+
+
+class DecodeGraphs:
+    """Replays captured decode steps (every sequence computes one token) for batches of any size up to the last bucket.
+
+    `capture(run)` records run() once and returns what replays it; on CUDA that is `cuda_capture`. Anything that can
+    call `run` again is a valid stand-in, which is how the padding is tested without a GPU.
+    """
+
+    def __init__(self, model: Transformer, kv, max_batch: int, max_blocks: int, capture: Callable):
+        self.model, self.kv, self.capture, self.device = model, kv, capture, model.norm.device
+        self.buckets = [b for b in BUCKETS if b < max_batch] + [max_batch]
+        self.max_blocks = max_blocks
+        self.recorded: dict[int, tuple[Batch, torch.Tensor, Callable]] = {}
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """float32 logits [T, vocab] of a pure decode batch, rows in order."""
+        rows = len(batch.tokens)
+        bucket = next(b for b in self.buckets if b >= rows)
+        if bucket not in self.recorded:
+            self.recorded[bucket] = self.record(bucket)
+        static, logits, replay = self.recorded[bucket]
+        for name in ("tokens", "positions", "slot_mapping", "block_tables", "context_lens"):
+            source, target = getattr(batch, name), getattr(static, name)
+            target.fill_(1 if name == "context_lens" else 0)
+            target[: rows, : source.shape[1]].copy_(source[:rows]) if source.dim() == 2 else target[:rows].copy_(
+                source[:rows]
+            )
+        replay()
+        return logits[:rows]
+
+    def record(self, bucket: int) -> tuple[Batch, torch.Tensor, Callable]:
+        def zeros(*shape, dtype=torch.int64):
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+
+        static = Batch(
+            tokens=zeros(bucket),
+            positions=zeros(bucket),
+            slot_mapping=zeros(bucket),
+            block_tables=zeros(bucket, self.max_blocks, dtype=torch.int32),
+            query_start=torch.arange(bucket + 1, dtype=torch.int32, device=self.device),
+            context_lens=torch.ones(bucket, dtype=torch.int32, device=self.device),
+            logit_rows=torch.arange(bucket, device=self.device),
+        )
+        logits = self.model(static, self.kv).clone()
+
+        def run() -> None:
+            logits.copy_(self.model(static, self.kv))
+
+        return static, logits, self.capture(run)
+
+
+def cuda_capture(run: Callable) -> Callable:
+    """Warm up on a side stream, as capture demands, then record `run` as one CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay

@@ -1,0 +1,261 @@
+"""The step loop: everything meets here, and there is only one way through.
+
+The problem. Prefill, decode, chunks, prefix hits, preempted and forked requests must share one machine, and no answer
+may depend on what else was running.
+
+The idea is the whole engine: catch up. A sequence knows its tokens and how many of them are in the cache. A step is
+
+    schedule   which sequences compute how many of their missing tokens                 (scheduler.py)
+    lay out    those tokens as one flat run, with positions, slots and page tables      (build_batch)
+    run        the model once over the run                                             (model.py)
+    sample     wherever the last known token of a sequence was computed                (sampling.py)
+    accept     the new token: text, stop, end; finished sequences give back their blocks (request.py)
+
+and nothing asks which "mode" it is in. Parallel answers (n > 1) are one sequence until its prompt is computed; the row
+of logits that follows is sampled n times and n - 1 forks share the prompt's blocks. A beam search is the same with
+another choice among the candidates (beam.py).
+
+Failures stay where they belong: a request that is wrong is refused before it is queued, a row of bad logits ends its
+own request, a step that raises ends the requests in it. The others go on, and every block is accounted for.
+
+Sources: Orca (Yu et al. 2022, section 4), vLLM (Kwon et al. 2023, section 4). Left out: threads; the engine is driven by
+whoever calls step(), and serve.py gives it a thread of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+import time
+from collections.abc import Callable, Hashable
+
+import torch
+
+from kv_paged import KVCache
+from model import Batch, Transformer
+from request import Choice, Delta, Request
+from sampling import Sampled, SamplerState, prompt_logprobs, sample
+from sampling_params import SamplingParams
+from scheduler import Scheduler, Sequence, Step
+from tokenizer import Tokenizer
+
+
+class Engine:
+    """Runs requests to their end, a step at a time. Not thread-safe: one thread adds, steps and aborts."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        kv: KVCache,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer,
+        eos_token_ids: frozenset[int],
+        seed: int = 0,
+        trace: Callable[[str], None] | None = None,
+    ):
+        self.model, self.kv, self.scheduler, self.tokenizer = model, kv, scheduler, tokenizer
+        self.eos_token_ids, self.trace = eos_token_ids, trace
+        self.run_model: Callable[[Batch], torch.Tensor] = lambda batch: model(batch, kv)
+        self.seeds = random.Random(seed)  # for requests that bring none
+        self.ids = itertools.count()
+        self.requests: dict[int, Request] = {}
+
+    # -- requests come and go
+
+    def add(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        prompt: str | None = None,
+        priority: int = 0,
+        namespace: Hashable = None,
+    ) -> Request:
+        """Queue a request. Raises ValueError, with nothing queued, if it could never be served."""
+        vocab, context = self.model.config.vocab_size, self.scheduler.max_model_len
+        if not prompt_ids:
+            raise ValueError("prompt is empty: give at least one token (this tokenizer adds no BOS of its own)")
+        for token in prompt_ids:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
+                raise ValueError(f"prompt token {token!r} is not an id of this model: ids are integers 0 to {vocab - 1}")
+        params.check_vocab(vocab)
+        room = max(context - len(prompt_ids), 1)  # a prompt that is too long is the scheduler's to refuse
+        limit = room if params.max_tokens is None else min(params.max_tokens, room)
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+        request = Request(next(self.ids), list(prompt_ids), params, limit, stop_ids, self.tokenizer, prompt)
+        seq = Sequence(
+            list(prompt_ids),
+            max(limit, 1),
+            priority=priority,
+            arrival=request.arrival,
+            namespace=namespace,
+            read_cache=params.prompt_logprobs is None,  # a cached prompt token has no logits to score
+        )
+        self.scheduler.add(seq)
+        seed = self.seeds.getrandbits(63) if params.seed is None else params.seed
+        state = SamplerState(params, prompt_ids, 0, seed, sorted(self.eos_token_ids))
+        seq.request = Choice(request, 0, seq, state)
+        request.choices.append(seq.request)
+        self.requests[request.id] = request
+        return request
+
+    def abort(self, request: Request) -> list[Delta]:
+        """Stop a request wherever it is; its blocks are free at once. Finished or unknown: nothing happens."""
+        return self._end(request, "abort") if self.requests.get(request.id) is request else []
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_unfinished()
+
+    # -- one step
+
+    def step(self) -> list[Delta]:
+        """Compute one step and return what it added to whom."""
+        step = self.scheduler.schedule()
+        if self.trace:
+            self.trace(step.describe())
+        if not step.entries:
+            return []
+        try:
+            self._move_blocks(step)
+            rows = self._wanted_rows(step)
+            logits = self.run_model(build_batch(step, rows, self.scheduler.block_size, self.model.norm.device))
+            self.scheduler.computed(step)
+            results = self._read_logits(step, rows, logits)
+        except Exception as error:  # whatever went wrong, it went wrong for the requests of this step
+            return self._fail([seq.request.request for seq, _ in step.entries], error)
+        return [delta for choice, result in results for delta in self._accept(choice, result)]
+
+    def _move_blocks(self, step: Step) -> None:
+        for seq, blocks in step.swap_out:
+            seq.host = self.kv.swap_out(blocks)
+        self.kv.copy_blocks(step.copies)
+        for seq, blocks in step.swap_in:
+            self.kv.swap_in(seq.host, blocks)
+            seq.host = None
+
+    def _wanted_rows(self, step: Step) -> list[range]:
+        """For each entry, the positions whose logits are needed: the last known token, and a prompt that is scored."""
+        wanted = []
+        for seq, n in step.entries:
+            start, end = seq.num_computed, seq.num_computed + n
+            first = end - 1 if end == len(seq.tokens) else end
+            request = seq.request.request
+            if request.params.prompt_logprobs is not None and seq.request.index == 0:
+                scored = len(request.prompt_logprobs) - 1  # rows used so far: row p scores token p + 1
+                if scored < min(end, seq.num_prompt - 1):
+                    first = min(first, max(start, scored))
+            wanted.append(range(first, end))
+        return wanted
+
+    def _read_logits(self, step: Step, rows: list[range], logits: torch.Tensor) -> list[tuple[Choice, object]]:
+        """Score prompts, fork parallel answers, and sample every sequence that has caught up."""
+        ready, last_rows, row = [], [], 0
+        for (seq, _), wanted in zip(step.entries, rows, strict=True):
+            choice, request = seq.request, seq.request.request
+            if request.params.prompt_logprobs is not None and wanted:
+                self._score_prompt(request, wanted, logits[row : row + len(wanted)])
+            row += len(wanted)
+            if seq.num_new == 0 and choice.finish_reason is None:
+                caught_up = [choice]
+                while len(request.choices) < request.width:
+                    caught_up.append(self._fork(request, seq))
+                ready += caught_up
+                last_rows += [row - 1] * len(caught_up)
+        if not ready:
+            return []
+        picked = logits if last_rows == list(range(len(logits))) else logits[last_rows]
+        return list(zip(ready, sample(picked, [choice.state for choice in ready]), strict=True))
+
+    def _accept(self, choice: Choice, result: Sampled | ValueError) -> list[Delta]:
+        """Give a choice its token. Whatever goes wrong here is the fault of this request alone."""
+        request = choice.request
+        if choice.finish_reason is not None:  # a sibling's bad row ended the request a moment ago
+            return []
+        if request.max_tokens == 0:
+            return self._end(request, "length")
+        if isinstance(result, Exception):
+            return self._end(request, "error", str(result))
+        try:
+            delta = choice.accept(result)
+        except Exception as error:
+            return self._fail([request], error)
+        choice.seq.tokens.append(result.token)
+        request.first_token = request.first_token or time.perf_counter()
+        if choice.finish_reason is not None:
+            self.scheduler.finish(choice.seq)
+            self._close_if_finished(request)
+        return [delta]
+
+    def _score_prompt(self, request: Request, wanted: range, logits: torch.Tensor) -> None:
+        """Row p of the prompt says how likely its token p + 1 was."""
+        done = len(request.prompt_logprobs)
+        positions = [p for p in wanted if done <= p + 1 < len(request.prompt_ids)]
+        if positions:
+            rows = logits[positions[0] - wanted.start : positions[-1] + 1 - wanted.start]
+            targets = [request.prompt_ids[p + 1] for p in positions]
+            scores = prompt_logprobs(rows, targets, request.params.prompt_logprobs)
+            bad = next((s for s in scores if isinstance(s, Exception)), None)
+            if bad is not None:
+                raise bad
+            request.prompt_logprobs += scores
+
+    def _fork(self, request: Request, seq: Sequence) -> Choice:
+        """One more parallel answer from the same computed prompt; it shares all blocks until it writes."""
+        child = self.scheduler.fork(seq)
+        index = len(request.choices)
+        child.request = Choice(request, index, child, seq.request.state.fork(index))
+        request.choices.append(child.request)
+        return child.request
+
+    def _fail(self, requests: list[Request], error: Exception) -> list[Delta]:
+        cause = f"{type(error).__name__}: {error}"
+        print(f"{len(requests)} request(s) failed: {cause}", file=sys.stderr)
+        return [delta for request in requests for delta in self._end(request, "error", cause)]
+
+    def _end(self, request: Request, reason: str, error: str | None = None) -> list[Delta]:
+        """End all unfinished answers of a request without another token."""
+        deltas = []
+        for choice in request.choices:
+            if choice.finish_reason is None:
+                deltas.append(choice.end(reason, error))
+                self.scheduler.finish(choice.seq)
+        self._close_if_finished(request)
+        return deltas
+
+    def _close_if_finished(self, request: Request) -> None:
+        request.num_cached_tokens = request.choices[0].seq.num_cached
+        if request.finished:
+            request.finished_at = time.perf_counter()
+            self.requests.pop(request.id, None)
+
+
+def build_batch(step: Step, rows: list[range], block_size: int, device: torch.device | str) -> Batch:
+    """Lay the tokens of a step out as one flat run; `rows` are the positions of each entry whose logits are wanted."""
+    tokens, positions, slots, starts, wanted = [], [], [], [0], []
+    for (seq, n), positions_wanted in zip(step.entries, rows, strict=True):
+        start, table = seq.num_computed, seq.block_table
+        wanted += [starts[-1] + p - start for p in positions_wanted]
+        tokens += seq.tokens[start : start + n]
+        positions += range(start, start + n)
+        slots += [table[p // block_size] * block_size + p % block_size for p in range(start, start + n)]
+        starts.append(starts[-1] + n)
+    sequences = [seq for seq, _ in step.entries]
+    # At least two of each, with empty ones as padding: torch.compile takes a size of one for a constant.
+    width = max(2, *(len(seq.block_table) for seq in sequences))
+    padding = [[0] * width] * (2 - len(sequences))
+    tables = [seq.block_table + [0] * (width - len(seq.block_table)) for seq in sequences] + padding
+    lens = [seq.num_computed + n for seq, n in step.entries] + [0] * len(padding)
+
+    def tensor(values, dtype=torch.int64) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    return Batch(
+        tokens=tensor(tokens),
+        positions=tensor(positions),
+        slot_mapping=tensor(slots),
+        block_tables=tensor(tables, torch.int32),
+        query_start=tensor(starts + starts[-1:] * len(padding), torch.int32),
+        context_lens=tensor(lens, torch.int32),
+        logit_rows=tensor(wanted),
+    )

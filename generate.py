@@ -1,0 +1,248 @@
+"""The composition: `LLM`, and the command line.
+
+    from generate import LLM
+    from sampling_params import SamplingParams
+    llm = LLM(model="smollm2", quant="int4", compile=True)
+    print(llm.generate(["Once upon a time"], SamplingParams(temperature=0, max_tokens=32))[0].outputs[0].text)
+
+    python generate.py --compile --quant int4 --prompt "The capital of France is"
+
+`LLM` puts the files of this repository together and nothing else: a checkpoint becomes a model, free memory becomes a
+pool of pages, and the engine's step loop runs until every request has its answer. The words are vLLM's.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+
+import torch
+
+import kernels
+from checkpoint import open_checkpoint
+from compiled import DecodeGraphs, LayerCompiler, cuda_capture
+from engine import Engine
+from kv_paged import BlockPool, KVCache, block_bytes, blocks_for_budget, blocks_needed, describe_capacity, free_memory
+from model import Transformer
+from quantize import set_activations
+from radix import HashCache, RadixCache
+from request import Delta, Request, RequestOutput
+from sampling_params import SamplingParams
+from scheduler import Scheduler
+from tokenizer import Tokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PREFIX_CACHES = {"radix": RadixCache, "hash": HashCache, "none": None}
+
+
+def choose(name: str, value, allowed) -> None:
+    """Refuse a value that is not one of `allowed`, naming both."""
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not known; choose one of {', '.join(map(str, allowed))}")
+
+
+class LLM:
+    """A model ready to answer. Arguments:
+
+    model           "smollm2", a Hugging Face folder, a .gguf file or a hub id
+    quant           None, "int8", "int8-g32", "int4", "int4-g64" or "int4-g128"; activations "int8" or "float" beside it
+    compile         compile one decoder layer for all (and capture decode steps on a GPU)
+    dtype, device   "auto": float32 on a CPU, the checkpoint's own 16 bits on a GPU if there is one
+    block_size      tokens per KV page; the pool has num_blocks of them, or as many as kv_memory bytes hold
+    max_model_len   the longest prompt plus answer; at most what the model was trained for
+    policy          "fcfs", "priority" or "lpm"; preemption "recompute" or "swap"; batching "continuous" or "static"
+    prefix_cache    "radix", "hash" or "none"
+    kernels         "native" (C++ on a CPU, Triton on a GPU) or "reference"
+    """
+
+    def __init__(
+        self,
+        model: str = "smollm2",
+        quant: str | None = None,
+        compile: bool = False,
+        dtype: str = "auto",
+        device: str = "auto",
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        kv_memory: int | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 32,
+        max_num_batched_tokens: int = 512,
+        policy: str = "fcfs",
+        prefix_cache: str = "radix",
+        preemption: str = "recompute",
+        batching: str = "continuous",
+        reserve: str = "paged",
+        chunked: bool = True,
+        activations: str = "int8",
+        kernels: str = "native",
+        threads: int | None = None,
+        seed: int = 0,
+        trace: bool = False,
+        quiet: bool = True,
+    ):
+        choose("dtype", dtype, ["auto", *DTYPES])
+        choose("prefix_cache", prefix_cache, PREFIX_CACHES)
+        choose("activations", activations, ["int8", "float"])
+        self.quiet, self.max_model_len = quiet, max_model_len
+        self.device = choose_device(device)
+        set_backend(kernels, self.device, threads)
+        start = time.perf_counter()
+        ckpt = open_checkpoint(model)
+        self.config = ckpt.config
+        self.max_model_len = self._context(max_model_len)
+        if dtype == "auto":
+            dtype = "float32" if self.device.type == "cpu" else ckpt.config.dtype
+        self.tokenizer = Tokenizer.from_checkpoint(ckpt)
+        self.model = Transformer(ckpt, quant, DTYPES[dtype], self.device, self.max_model_len, self._progress)
+        set_activations(self.model, activations)
+        self.load_s = time.perf_counter() - start
+        self.kv = self._allocate(block_size, num_blocks, kv_memory, max_num_seqs)
+        pool = BlockPool(self.kv.num_blocks, block_size)
+        cache = PREFIX_CACHES[prefix_cache]
+        self.scheduler = Scheduler(
+            pool,
+            cache(pool) if cache else None,
+            max_num_seqs,
+            max_num_batched_tokens,
+            self.max_model_len,
+            policy,
+            preemption,
+            chunked,
+            batching,
+            reserve,
+        )
+        if not quiet:
+            layout = (self.config.num_layers, block_size, self.config.num_kv_heads, self.config.head_dim)
+            print(
+                describe_capacity(pool, self.max_model_len, block_bytes(*layout, self.kv.data.element_size())),
+                file=sys.stderr,
+            )
+        eos = frozenset(self.config.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids)
+        printer = (lambda line: print(line, file=sys.stderr)) if trace else None
+        self.engine = Engine(self.model, self.kv, self.scheduler, self.tokenizer, eos, seed, printer)
+        self.compiler: LayerCompiler | None = None
+        if compile:
+            self._compile(max_num_seqs)
+
+    # -- what users call
+
+    def generate(
+        self,
+        prompts: str | list[int] | list[str] | list[list[int]],
+        params: SamplingParams | list[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer every prompt (text, or token ids), in order. One bad prompt raises ValueError before any is run."""
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]
+        params = params if isinstance(params, list) else [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(params)} SamplingParams: give one for all or one for each")
+        return self._answer([(prompt, None) for prompt in prompts], params)
+
+    def chat(self, messages: list[dict], params: SamplingParams | None = None, **template_options) -> RequestOutput:
+        """Answer a conversation [{"role": ..., "content": ...}, ...] through the model's chat template."""
+        ids = self.tokenizer.encode_chat(messages, **template_options)
+        return self._answer([(ids, None)], [params or SamplingParams(max_tokens=None)])[0]
+
+    def stream(self, prompt: str | list[int], params: SamplingParams | None = None) -> Iterator[Delta]:
+        """The answer as it is made. Closing the generator early aborts the request."""
+        request = self.add(prompt, params or SamplingParams())
+        try:
+            while not request.finished:
+                yield from (delta for delta in self.engine.step() if delta.request is request)
+        finally:
+            self.engine.abort(request)
+
+    def add(self, prompt: str | list[int], params: SamplingParams, **options) -> Request:
+        """Queue a prompt without running it; `engine.step()` does that."""
+        text = prompt if isinstance(prompt, str) else None
+        ids = self.tokenizer.encode(prompt) if text is not None else prompt
+        return self.engine.add(ids, params, text, **options)
+
+    def stats(self) -> dict:
+        """Blocks free, cached, live and total; requests running and waiting; counters; graphs compiled."""
+        graphs = {"graphs_compiled": self.compiler.graphs, "compile_s": self.compiler.seconds} if self.compiler else {}
+        return self.scheduler.stats() | graphs
+
+    # -- putting it together
+
+    def _answer(self, prompts: list[tuple], params: list[SamplingParams]) -> list[RequestOutput]:
+        requests: list[Request] = []
+        try:
+            for (prompt, _), p in zip(prompts, params, strict=True):
+                requests.append(self.add(prompt, p))
+            while not all(request.finished for request in requests):
+                self.engine.step()
+        finally:  # refused halfway, or interrupted: nothing of this call stays behind
+            for request in requests:
+                self.engine.abort(request)
+        return [request.output() for request in requests]
+
+    def _context(self, wanted: int | None) -> int:
+        most = self.config.max_position_embeddings
+        if wanted is not None and not 2 <= wanted <= most:
+            raise ValueError(f"max_model_len={wanted}: this model takes 2 to {most} tokens")
+        return wanted or most
+
+    def _allocate(self, block_size: int, num_blocks: int | None, kv_memory: int | None, max_num_seqs: int) -> KVCache:
+        """The page pool: num_blocks if given (block 0, the padding, comes on top), else what the memory budget holds."""
+        if block_size < 1 or (num_blocks is not None and num_blocks < 1):
+            raise ValueError(f"block_size={block_size} and num_blocks={num_blocks} must be at least 1")
+        config, itemsize = self.config, self.model.dtype.itemsize
+        layout = (config.num_layers, block_size, config.num_kv_heads, config.head_dim)
+        if num_blocks is not None:
+            total = num_blocks + 1
+        else:
+            total = blocks_for_budget(kv_memory, *layout, itemsize, free_memory(str(self.device)))
+            if kv_memory is None:  # no more than every seat filled to the last token could use
+                total = min(total, 1 + max_num_seqs * blocks_needed(self.max_model_len, block_size))
+        return KVCache(
+            config.num_layers, total, block_size, config.num_kv_heads, config.head_dim, self.model.dtype, self.device
+        )
+
+    def _compile(self, max_num_seqs: int) -> None:
+        """Compile now, not in the middle of the first answer: one step of one token and one of several."""
+        self.compiler = LayerCompiler(quiet=self.quiet)
+        self.compiler.install(self.model)
+        for prompt in ([0], [0, 0, 0]):
+            self._answer([(prompt, None)], [SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)])
+        self.scheduler.drop_cache()
+        if self.device.type == "cuda":
+            widest = blocks_needed(self.max_model_len, self.kv.block_size)
+            graphs = DecodeGraphs(self.model, self.kv, max_num_seqs, widest, cuda_capture)
+            self.engine.run_model = graphs.run_or_pass
+
+    def _progress(self, done: int, total: int) -> None:
+        if not self.quiet:
+            end = "\n" if done == total else ""
+            print(f"\rloading layers {done}/{total}", end=end, file=sys.stderr, flush=True)
+
+
+def choose_device(name: str) -> torch.device:
+    """ "auto" is the GPU if torch sees one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device={name!r}, but torch {torch.__version__} sees no GPU; use --device cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device={name!r} is not known; use auto, cpu, cuda or cuda:N") from None
+
+
+def set_backend(name: str, device: torch.device, threads: int | None) -> None:
+    choose("kernels", name, ["native", "reference"])
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads={threads}: at least 1")
+    torch.set_num_threads(threads or os.cpu_count() or 1)
+    kernels.set_threads(threads or os.cpu_count() or 1)
+    kernels.set_backend("triton" if name == "native" and device.type == "cuda" else name)
+
+
+if __name__ == "__main__":
+    from cli import main
+
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""One request from its prompt to its text: what a user hands in, what comes back, and when it ends.
+
+The problem. The engine decides token after token, but a user reads characters, asks for several answers to one prompt,
+and wants to be told why each of them ended. Three things end an answer, and they can meet in one token:
+
+    a stop token   EOS (of config, generation_config and tokenizer together) or one of stop_token_ids     "stop"
+    a stop string  anywhere in the text, even spread over tokens; the text before it is all the user sees  "stop"
+    a length       max_tokens, or the model's context                                                    "length"
+
+The idea. A `Request` owns one `Choice` per parallel answer. A choice is a chain: token -> sampler state (penalties,
+random numbers) -> incremental detokeniser (never half a character) -> stop checker (holds back what may become a stop
+string) -> text that is safe to show. Each accepted token yields a `Delta`; a stream is the concatenation of deltas, so
+it cannot differ from the whole.
+
+    tokens   "Hel" "lo" " W" "or" "ld" "</s>"
+    deltas   "Hel" "lo"  ""   ""  " World"  (stop=["Wonder"] held " Wo" back until it could not be one)
+
+Left out: anything about scheduling or memory (scheduler.py, kv_paged.py), and what is random (sampling.py).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from sampling import Sampled, SamplerState
+from sampling_params import SamplingParams
+from tokenizer import StopChecker, Tokenizer
+
+
+@dataclass
+class CompletionOutput:
+    """One answer. `finish_reason` is "stop", "length", "abort" or "error"; `stop_reason` the string or id that stopped it."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[Sampled] | None
+    finish_reason: str | None
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+
+@dataclass
+class RequestOutput:
+    """All answers to one prompt, as vLLM arranges them. Times are seconds since the request arrived, None if it never came."""
+
+    request_id: int
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[Sampled | None] | None
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int
+    ttft_s: float | None
+    total_s: float | None
+
+
+@dataclass
+class Delta:
+    """What one step added to one answer: text that is safe to show, the tokens decided, and the end, if it came."""
+
+    request: Request
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[Sampled]
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+
+@dataclass
+class Request:
+    """A prompt and what is asked of it. `max_tokens` is what both the user and the context allow."""
+
+    id: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    stop_ids: frozenset[int]  # end an answer: EOS unless ignored, and stop_token_ids
+    tokenizer: Tokenizer
+    prompt: str | None = None
+    choices: list[Choice] = field(default_factory=list)
+    prompt_logprobs: list[Sampled | None] = field(default_factory=lambda: [None])  # nothing predicts the first token
+    num_cached_tokens: int = 0
+    arrival: float = field(default_factory=time.perf_counter)
+    first_token: float | None = None
+    finished_at: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+    @property
+    def width(self) -> int:
+        """How many answers are drawn: best_of of them, of which the n best are returned."""
+        return self.params.best_of or self.params.n
+
+    def output(self) -> RequestOutput:
+        choices = self.choices
+        if self.width > self.params.n:  # best_of: the likeliest per token first
+            choices = sorted(choices, key=lambda c: -c.cumulative_logprob / max(1, len(c.token_ids)))[: self.params.n]
+        return RequestOutput(
+            request_id=self.id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_ids,
+            prompt_logprobs=self.prompt_logprobs if self.params.prompt_logprobs is not None else None,
+            outputs=[choice.output(i) for i, choice in enumerate(choices)],
+            num_cached_tokens=self.num_cached_tokens,
+            ttft_s=self.first_token and self.first_token - self.arrival,
+            total_s=self.finished_at and self.finished_at - self.arrival,
+        )
+
+
+class Choice:
+    """One answer in the making: the engine feeds it sampled tokens, it answers with deltas until it has ended."""
+
+    def __init__(self, request: Request, index: int, seq, state: SamplerState):
+        self.request, self.index, self.seq, self.state = request, index, seq, state
+        params = request.params
+        self.detokenizer = request.tokenizer.detokenizer(request.prompt_ids)
+        self.stops = StopChecker(list(params.stop), params.include_stop_str_in_output)
+        self.text = ""
+        self.logprobs: list[Sampled] = []
+        self.cumulative_logprob = 0.0
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.error: str | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.state.output
+
+    def accept(self, sampled: Sampled) -> Delta:
+        """One more token is decided: what may be shown now, and whether that was the end."""
+        token, request = sampled.token, self.request
+        self.state.commit(token)
+        self.logprobs.append(sampled)
+        self.cumulative_logprob += sampled.logprob or 0.0
+        piece = "" if token in request.stop_ids else self.detokenizer.add([token])
+        if token in request.stop_ids:
+            self.finish_reason, self.stop_reason = "stop", token
+        elif len(self.token_ids) >= request.max_tokens:
+            self.finish_reason = "length"
+        return self._delta(piece, [sampled])
+
+    def end(self, reason: str, error: str | None = None) -> Delta:
+        """End without a token: aborted, failed, or nothing was to be generated."""
+        self.finish_reason, self.error = reason, error
+        return self._delta("", [])
+
+    def _delta(self, piece: str, sampled: list[Sampled]) -> Delta:
+        """Pass text through the stop checker; a stop string outranks a length that was reached in the same token."""
+        ended = self.finish_reason is not None
+        if ended:
+            piece += self.detokenizer.finish()
+        armed = len(self.token_ids) >= self.request.params.min_tokens  # before that, a stop string is only text
+        piece, matched = self.stops.feed(piece, armed)
+        if matched is not None:
+            self.finish_reason, self.stop_reason = "stop", matched
+        elif ended:
+            piece += self.stops.flush()
+        self.text += piece
+        tokens = [s.token for s in sampled]
+        return Delta(
+            self.request, self.index, piece, tokens, sampled, self.finish_reason, self.stop_reason, self.error
+        )
+
+    def output(self, index: int) -> CompletionOutput:
+        params = self.request.params
+        return CompletionOutput(
+            index=index,
+            text=self.text,
+            token_ids=list(self.token_ids),
+            cumulative_logprob=self.cumulative_logprob if params.scored else None,
+            logprobs=self.logprobs if params.logprobs is not None else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            error=self.error,
+        )
