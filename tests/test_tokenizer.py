@@ -1,0 +1,251 @@
+"""Text -> ids: what stands around a text, the files of a folder, and GGUF vocabularies against the library and against
+llama.cpp's recorded ids."""
+
+import functools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from tiny_tokenizer import CHATML, SPECIALS, byte_level_library, folder, gguf_metadata, texts, tiny
+from tokenizers import decoders, processors
+
+import gguf_vocab
+from tokenizer import Tokenizer
+
+DATA = Path(__file__).parent / "data"
+
+# ---- what stands around a text ----
+
+
+def template_writing_bos() -> str:
+    return "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def test_F07_one_bos_on_chat_and_on_plain_text(tmp_path):
+    library = byte_level_library()
+    bos = library.token_to_id("<s>")
+    library.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", bos)])
+    config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": template_writing_bos()}
+    for add_bos in ({}, {"add_bos_token": True}):
+        tokenizer = Tokenizer.from_folder(folder(tmp_path, library, **config, **add_bos))
+        check_one_bos(tokenizer, bos)
+
+
+def test_F07_one_bos_from_gguf():
+    metadata = gguf_metadata("gpt2", add_bos_token=True) | {"tokenizer.chat_template": template_writing_bos()}
+    tokenizer = Tokenizer.from_gguf(metadata)
+    check_one_bos(tokenizer, metadata["tokenizer.ggml.bos_token_id"])
+    sentencepiece = Tokenizer.from_gguf(gguf_metadata("llama") | {"tokenizer.chat_template": template_writing_bos()})
+    check_one_bos(sentencepiece, 1)  # the family's default is to add it
+
+
+def check_one_bos(tokenizer: Tokenizer, bos: int) -> None:
+    assert tokenizer.encode("hi").count(bos) == 1 and tokenizer.encode("hi")[0] == bos
+    assert tokenizer.encode("<s>hi").count(bos) == 1
+    assert tokenizer.encode("hi", add_special_tokens=False).count(bos) == 0
+    chat = tokenizer.encode_chat([{"role": "user", "content": "hi"}])
+    assert chat.count(bos) == 1 and chat[0] == bos
+
+
+def test_F08_add_bos_false_is_honoured_and_nothing_is_stripped(tmp_path):
+    library = byte_level_library()
+    bos = library.token_to_id("<s>")
+    library.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", bos)])
+    config = {"bos_token": "<s>", "add_bos_token": False, "chat_template": template_writing_bos()}
+    hf = Tokenizer.from_folder(folder(tmp_path, library, **config))
+    metadata = gguf_metadata("llama", add_bos_token=False) | {"tokenizer.chat_template": template_writing_bos()}
+    for tokenizer in (hf, Tokenizer.from_gguf(metadata)):
+        assert tokenizer.bos_token_id not in tokenizer.encode("hi")
+        messages = [{"role": "user", "content": "hi"}]
+        assert tokenizer.apply_chat_template(messages) == "<s>hi"
+        assert tokenizer.encode_chat(messages)[0] == tokenizer.bos_token_id
+
+
+def test_add_eos_and_the_post_processor(tmp_path):
+    library = byte_level_library()
+    ids = {t: library.token_to_id(t) for t in SPECIALS}
+    library.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=[(t, ids[t]) for t in ids])
+    names = {"bos_token": "<s>", "eos_token": "</s>"}
+    plain = Tokenizer.from_folder(folder(tmp_path, library, **names))
+    assert plain.encode("a")[0] == ids["<s>"] and plain.encode("a")[-1] == ids["</s>"]
+    off = Tokenizer.from_folder(folder(tmp_path, library, **names, add_eos_token=False))
+    assert off.encode("a") == plain.encode("a")[:-1]
+    with pytest.raises(ValueError, match="add_bos_token is true"):
+        Tokenizer.from_folder(folder(tmp_path, library, add_bos_token=True))
+
+
+# ---- the files of a folder ----
+
+
+def test_training_truncation_in_tokenizer_json_is_ignored(tmp_path):
+    library = byte_level_library()
+    library.enable_truncation(4)
+    library.enable_padding(length=8)
+    tokenizer = Tokenizer.from_folder(folder(tmp_path, library))
+    assert tokenizer.decode(tokenizer.encode("a long text")) == "a long text"
+
+
+def test_added_tokens_of_the_config_get_their_written_ids(tmp_path):
+    library = byte_level_library()
+    n = library.get_vocab_size()
+    added = {str(n): {"content": "<new>", "special": True}}
+    tokenizer = Tokenizer.from_folder(folder(tmp_path, library, added_tokens_decoder=added))
+    assert tokenizer.encode("a<new>")[-1] == n and tokenizer.is_special(n) and tokenizer.vocab_size == n + 1
+    with pytest.raises(ValueError, match="do not belong together"):
+        wrong = {str(n + 5): {"content": "<new>", "special": True}}
+        Tokenizer.from_folder(folder(tmp_path, library, added_tokens_decoder=wrong))
+
+
+def test_specials_come_from_the_config_or_the_map(tmp_path):
+    path = folder(tmp_path, byte_level_library(), eos_token={"content": "</s>", "special": True})
+    (path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "<s>"}))
+    tokenizer = Tokenizer.from_checkpoint(SimpleNamespace(gguf=None, path=path))
+    assert tokenizer.bos_token_id == tokenizer._library.token_to_id("<s>")
+    assert tokenizer.eos_token_ids == (tokenizer._library.token_to_id("</s>"),)
+    with pytest.raises(ValueError, match="no token is spelled so"):
+        Tokenizer.from_folder(folder(tmp_path, byte_level_library(), eos_token="<nowhere>"))
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (lambda path: (path / "tokenizer.json").unlink(), "tokenizer.json"),
+        (lambda path: (path / "tokenizer.json").write_text("{}"), "is not a tokenizer"),
+        (lambda path: (path / "tokenizer_config.json").write_text("{"), "is not JSON"),
+        (lambda path: (path / "tokenizer_config.json").write_text("[]"), "JSON object"),
+    ],
+)
+def test_bad_files_are_named(tmp_path, spoil, message):
+    path = folder(tmp_path, byte_level_library())
+    spoil(path)
+    with pytest.raises(ValueError, match=message):
+        Tokenizer.from_folder(path)
+
+
+def test_unknown_decoder_is_refused():
+    library = byte_level_library()
+    library.decoder = decoders.WordPiece()
+    with pytest.raises(ValueError, match="WordPiece"):
+        Tokenizer(library, {}, {})
+
+
+def test_lone_surrogate_is_a_value_error():
+    with pytest.raises(ValueError, match="surrogate"):
+        tiny("bytes").encode("a\ud800")
+
+
+def test_saved_folder_makes_the_same_tokenizer(tmp_path):
+    metadata = gguf_metadata("llama") | {"tokenizer.chat_template": CHATML, "tokenizer.chat_template.tool_use": "T"}
+    for n, one in enumerate([tiny("bytes"), tiny("first"), Tokenizer.from_gguf(metadata)]):
+        one.save(tmp_path / str(n))
+        two = Tokenizer.from_folder(tmp_path / str(n))
+        text = "the cat<think> 😀</s> is"
+        assert one.encode(text) == two.encode(text) and one.decode(one.encode(text)) == two.decode(two.encode(text))
+        assert (one.bos_token_id, one.eos_token_ids) == (two.bos_token_id, two.eos_token_ids)
+        assert one.encode_chat([{"role": "user", "content": text}]) == two.encode_chat(
+            [{"role": "user", "content": text}]
+        )
+
+
+# ---- GGUF vocabularies ----
+
+
+@given(text=texts)
+def test_gguf_equals_tokenizer_json(text):
+    for model, library in (("gpt2", cached_library("bytes")), ("llama", cached_library("meta"))):
+        assert cached_gguf(model).encode(text, add_special_tokens=False) == library.encode(text, False).ids
+
+
+@functools.cache
+def cached_gguf(model: str) -> Tokenizer:
+    return Tokenizer.from_gguf(gguf_metadata(model))
+
+
+def cached_library(kind: str):
+    library = tiny(kind)._library
+    return SimpleNamespace(encode=lambda text, special: library.encode(text, add_special_tokens=special))
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_F05_control_and_user_defined_tokens_are_one_id_each(model):
+    tokenizer = cached_gguf(model)
+    tokens = gguf_metadata(model)["tokenizer.ggml.tokens"]
+    ids = tokenizer.encode("a<think>b<|im_end|>c")
+    for text, special in (("<think>", False), ("<|im_end|>", True)):
+        assert ids.count(tokens.index(text)) == 1 and tokenizer.is_special(tokens.index(text)) == special
+    same = tiny("bytes" if model == "gpt2" else "meta").encode("a<think>b<|im_end|>c", add_special_tokens=False)
+    assert tokenizer.encode("a<think>b<|im_end|>c", add_special_tokens=False) == same
+
+
+def test_gguf_ends_of_text_are_collected():
+    metadata = gguf_metadata("gpt2")
+    eot = metadata["tokenizer.ggml.tokens"].index("<|im_end|>")
+    eos = metadata["tokenizer.ggml.eos_token_id"]
+    tokenizer = Tokenizer.from_gguf(metadata | {"tokenizer.ggml.eot_token_id": eot, "tokenizer.ggml.eom_token_id": eos})
+    assert tokenizer.eos_token_ids == (eos, eot)
+
+
+def test_gguf_space_prefix_is_a_switch():
+    with_prefix, without = (
+        Tokenizer.from_gguf(gguf_metadata("llama", add_space_prefix=flag)) for flag in (True, False)
+    )
+    tokens = gguf_metadata("llama")["tokenizer.ggml.tokens"]
+    assert with_prefix.encode("the")[1:] == [tokens.index("▁the")]
+    assert without.encode("the") == [1, tokens.index("t"), tokens.index("he")]
+    assert with_prefix.decode(with_prefix.encode("the")) == without.decode(without.encode("the")) == "the"
+    assert without.decode(without.encode(" the")) == " the"
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model": "bert"}, "'bert'"),
+        ({"model": None}, "None"),
+        ({"pre": "martian"}, "'martian'"),
+        ({"tokens": []}, "no vocabulary"),
+        ({"token_type": [1]}, "token_type has 1 entries"),
+        ({"bos_token_id": 10**6}, "bos_token_id is 1000000"),
+        ({"merges": ["zzz qqq"]}, "does not fit together"),
+    ],
+)
+def test_gguf_vocabularies_that_cannot_be_read_are_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Tokenizer.from_gguf(gguf_metadata("gpt2", **changes))
+
+
+@pytest.mark.parametrize("pre", sorted(gguf_vocab.PRE_TOKENIZERS))
+@given(text=texts)
+@settings(max_examples=25)
+def test_every_known_cut_loses_no_text(pre, text):
+    tokenizer = cached_pre(pre)
+    text = text.replace("<", "")
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if pre != "qwen2":  # Qwen's own tokenizer composes characters (NFC)
+        assert tokenizer.decode(ids) == text
+
+
+@functools.cache
+def cached_pre(pre: str) -> Tokenizer:
+    return Tokenizer.from_gguf(gguf_metadata("gpt2", pre=pre))
+
+
+@pytest.mark.parametrize(
+    "pre, digits", [("gpt-2", [5]), ("smollm", [1] * 5), ("llama-bpe", [3, 2]), ("qwen2", [1] * 5)]
+)
+def test_cuts_differ_in_digits(pre, digits):
+    pieces = cached_pre(pre)._library.pre_tokenizer.pre_tokenize_str("12345")
+    assert [end - start for _, (start, end) in pieces] == digits
+
+
+def test_default_model_equals_llama_cpp_on_recorded_texts(smollm2):
+    """The data file names the command that made it."""
+    import gguf
+
+    tokenizer = Tokenizer.from_gguf(gguf.File(smollm2).metadata)
+    pairs = json.loads((DATA / "smollm2_tokens.json").read_text())["pairs"]
+    assert len(pairs) > 100
+    for text, ids in pairs:
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
