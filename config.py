@@ -401,4 +401,7 @@ def checked(config: ModelConfig, where: str) -> ModelConfig:
         raise CheckpointError(f"{where}: {c.num_heads} attention heads cannot share {c.num_kv_heads} key-value heads.")
     if c.head_dim % 2:
         raise CheckpointError(f"{where}: head_dim is {c.head_dim}; rotary embeddings need an even one.")
+    divisors = (c.rope_scaling or {}).get("factors")
+    if divisors is not None and len(divisors) != c.head_dim // 2:
+        raise CheckpointError(f"{where}: {len(divisors)} rope factors for a head_dim of {c.head_dim}, not half of it.")
     return config

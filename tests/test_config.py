@@ -131,6 +131,16 @@ def test_F48_rope_settings_that_are_not_computed_are_refused(rope, words):
     assert words in str(caught.value)
 
 
+def test_rope_factors_as_quantize_py_writes_them():
+    def read(factors):
+        return parsed(rope_parameters={"rope_type": "llama3_factors", "factors": factors}).rope_scaling
+
+    assert read([1, 1.5] * 4) == {"rope_type": "llama3_factors", "factors": (1, 1.5) * 4}
+    for bad in ([], [1.0] * 7, [1.0] * 7 + [0], [1.0] * 7 + ["1"], None, 2.0):
+        with pytest.raises(CheckpointError, match="factors"):
+            read(bad)
+
+
 @pytest.mark.parametrize("scaling", ["none", "linear", "yarn", "llama3"])
 def test_F48_gguf_carries_the_same_scaling(tmp_path, scaling):
     numbers = {"none": {}, "linear": {"factor": 2.0}, "yarn": YARN, "llama3": LLAMA3}[scaling]
