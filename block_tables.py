@@ -11,7 +11,8 @@ Idea. Every change of a block table goes through the few functions of this file,
                                             ^ written next: must have one owner, else a copy is made first
 
 - The table covers the computed tokens and, between schedule() and computed(), those of the step.
-- The first seq.handle.depth blocks are the prefix cache's own, and the sequence holds the lock on that path.
+- The first seq.handle.depth blocks are the prefix cache's own, and the sequence holds the lock on that path: a block
+  of the cache is locked exactly when a sequence holds it.
 - free + cached + live == total: cached blocks are those owned by the cache alone, live those of any sequence.
 
 Source: Kwon et al., "PagedAttention" (SOSP 2023), section 4.4; Zheng et al., "SGLang" (NeurIPS 2024), section 3.
@@ -95,6 +96,8 @@ class BlockTables:
         for i in self._shared(seq):
             (own,) = self._allocate(1)
             copies.append((table[i], own))
+            if self.cache is not None and seq.handle.depth > i:
+                seq.handle = self.cache.retreat(seq.handle, i)
             self.pool.release([table[i]])
             table[i] = own
         table += self._allocate(blocks_needed(seq.num_computed + n, self.block_size) - len(table))
@@ -104,17 +107,22 @@ class BlockTables:
         """After num_computed went down: release the blocks that hold nothing any more, stand no deeper in the cache."""
         if self.contiguous:
             return
-        keep = blocks_needed(seq.num_computed, self.block_size)
+        keep, full = blocks_needed(seq.num_computed, self.block_size), seq.num_computed // self.block_size
         self.pool.release(seq.block_table[keep:])
         del seq.block_table[keep:]
-        if self.cache is not None and seq.handle.depth > seq.num_computed // self.block_size:
-            shorter = self.cache.match(seq.tokens, seq.namespace, seq.num_computed).handle
-            self.cache.lock(shorter)
-            self.cache.unlock(seq.handle)
-            seq.handle = shorter
+        if self.cache is None or seq.handle.depth <= full:
+            return
+        seq.handle = self.cache.retreat(seq.handle, keep)
+        if keep > full:  # the last block is cached and about to be written: have it back, or copy it in extend()
+            seq.handle = self.cache.withdraw(seq.handle) or seq.handle
 
     def fork(self, seq: Sequence, child: Sequence) -> None:
-        """The child points at the same blocks and becomes their owner too."""
+        """The child points at the same blocks and becomes their owner too.
+
+        The cache is offered the full ones first, so that both stand on them. Offered later by one of the two, they would
+        be the cache's and the other's, and count as evictable while in use.
+        """
+        self.offer(seq)
         child.num_computed, child.block_table, child.handle = seq.num_computed, list(seq.block_table), seq.handle
         self.pool.share(child.block_table)
         if self.cache is not None:
@@ -159,11 +167,14 @@ class BlockTables:
 
     def balance(self, running: list[Sequence]) -> dict[str, int]:
         """free, cached, live and total in blocks, free + cached + live == total; kv_tokens: tokens in live blocks."""
-        size, empty = self.block_size, {}  # block -> slots without a token, for the blocks not full
+        size, place = self.block_size, {}  # block -> its place in the tables, for the blocks that may not be full
         for seq in running:
-            for i in range(seq.num_computed // size, len(seq.block_table)):
-                block, unused = seq.block_table[i], min(size, (i + 1) * size - seq.num_computed)
-                empty[block] = min(unused, empty.get(block, size))
+            first = max(seq.num_computed // size, seq.handle.depth if seq.handle else 0)
+            place |= {seq.block_table[i]: i for i in range(first, len(seq.block_table))}
+        empty = 0
+        for block, i in place.items():
+            owners = [seq for seq in running if seq.block_table[i : i + 1] == [block]]
+            empty += size - min(size, max(0, max(seq.num_computed for seq in owners) - i * size))
         free, cached, total = self.pool.num_free, self.cached, self.pool.total
         live = total - free - cached
         return {
@@ -171,5 +182,5 @@ class BlockTables:
             "cached": cached,
             "live": live,
             "total": total,
-            "kv_tokens": live * size - sum(empty.values()),
+            "kv_tokens": live * size - empty,
         }

@@ -58,7 +58,7 @@ class Node:
         self.last_used = 0
         self.number = number  # unique: breaks ties in the eviction queue
         self.queued = False  # whether the eviction queue holds an entry for it
-        self.key = key  # namespace of a root; HashCache: its key in the table
+        self.key = key  # of a root its namespace, else what it is found by
 
 
 class Match(NamedTuple):
@@ -133,17 +133,33 @@ class RadixCache:
             node = node.parent
 
     def unlock(self, handle: Node) -> None:
-        node, now = handle, next(self._clock)
+        node: Node | None = handle
         while node is not None:
-            if node.locks == 0:
-                raise RuntimeError("prefix cache unlocked more often than locked: a bug in the caller")
-            parent = node.parent
-            node.locks -= 1
-            node.last_used = now
-            if node.locks == 0:
-                self.num_evictable += len(node.blocks)
-                self._offer(node)
-            node = parent
+            node = self._unlock_one(node)
+
+    def retreat(self, handle: Node, depth: int) -> Node:
+        """Move a lock up its path to where `depth` blocks lie above; returns that node, the caller's new handle."""
+        node = handle
+        while node.depth - len(node.blocks) >= depth and node.parent is not None:
+            node = self._unlock_one(node)
+        if node.depth > depth:
+            lower = node
+            node = self._split(lower, depth - (lower.depth - len(lower.blocks)))
+            self._unlock_one(lower)
+        return node
+
+    def withdraw(self, handle: Node) -> Node | None:
+        """Give up the last block of a run that only the caller stands on, so that the caller may write it again.
+
+        Returns the caller's new handle; None (and nothing changes) if others stand there or have gone on from there.
+        """
+        if handle.children or handle.locks != 1 or not handle.blocks:
+            return None
+        self.pool.release([handle.blocks.pop()])
+        del handle.tokens[-self.block_size :]
+        handle.depth -= 1
+        self.num_blocks -= 1
+        return self._drop(handle) if not handle.blocks else handle
 
     def insert(
         self, tokens: list[int], blocks: list[int], namespace: Hashable = None, handle: Node | None = None
@@ -212,15 +228,21 @@ class RadixCache:
         """Free the last n blocks of an unlocked leaf; an emptied leaf leaves the tree and uncovers its parent."""
         n = min(n, len(leaf.blocks))
         self.pool.release(leaf.blocks[-n:])
-        if n == len(leaf.blocks):
-            self._detach(leaf)
-            self._offer(leaf.parent)
-        del leaf.blocks[-n:], leaf.tokens[-n * self.block_size :]
-        leaf.depth -= n
         self.num_blocks -= n
         self.num_evictable -= n
-        self._offer(leaf)
+        if n == len(leaf.blocks):
+            self._offer(self._drop(leaf))
+        else:
+            del leaf.blocks[-n:], leaf.tokens[-n * self.block_size :]
+            leaf.depth -= n
+            self._offer(leaf)
         return n
+
+    def _drop(self, leaf: Node) -> Node:
+        """Take an emptied leaf out of the tree; returns its parent."""
+        self._detach(leaf)
+        leaf.blocks, leaf.tokens = [], []
+        return leaf.parent
 
     def _offer(self, node: Node) -> None:
         """Queue a node for eviction if it is an unlocked leaf. An unlocked root without children is dropped."""
@@ -245,6 +267,18 @@ class RadixCache:
             self.num_evictable -= len(node.blocks)
         node.locks += 1
 
+    def _unlock_one(self, node: Node) -> Node | None:
+        """One lock less on this node alone; returns its parent."""
+        if node.locks == 0:
+            raise RuntimeError("prefix cache unlocked more often than locked: a bug in the caller")
+        parent = node.parent
+        node.locks -= 1
+        node.last_used = next(self._clock)
+        if node.locks == 0:
+            self.num_evictable += len(node.blocks)
+            self._offer(node)
+        return parent
+
     def _split(self, node: Node, n: int) -> Node:
         """Cut a run after n blocks. The lower part stays the same object: sequences that stand on it keep their handle.
 
@@ -264,10 +298,11 @@ class RadixCache:
         return node.children.get(tuple(tokens[start : start + self.block_size]))
 
     def _attach(self, node: Node) -> None:
-        node.parent.children[tuple(node.tokens[: self.block_size])] = node
+        node.key = tuple(node.tokens[: self.block_size])
+        node.parent.children[node.key] = node
 
     def _detach(self, node: Node) -> None:
-        del node.parent.children[tuple(node.tokens[: self.block_size])]
+        del node.parent.children[node.key]
 
     def snapshot(self, max_tokens: int = 16) -> list[dict]:
         """The tree as plain lists and dicts, for people to look at: one entry per namespace."""
