@@ -62,18 +62,26 @@ class LayerCompiler:
         """Have `model` run its layers compiled from now on."""
         run = torch.compile(DecoderLayer.forward, fullgraph=True, backend=self)
 
-        def run_layer(layer, x, positions, cos_sin, k_cache, v_cache, slot_mapping, tables, query_start, context_lens):
-            if x.shape[0] > 1:  # a size of one is a constant to torch.compile; every other is made a symbol
-                for tensor in (x, positions, slot_mapping):
-                    torch._dynamo.mark_dynamic(tensor, 0)
-            for tensor, dims in ((tables, (0, 1)), (query_start, (0,)), (context_lens, (0,))):
-                for dim in dims:
-                    torch._dynamo.mark_dynamic(tensor, dim)
-            return run(
-                layer, x, positions, cos_sin, k_cache, v_cache, slot_mapping, tables, query_start, context_lens
-            )
+        marked = set()  # kinds of step that have their graph; marking costs more than the call, so it is done once
+
+        def run_layer(layer, x, *inputs):
+            kind = (x.shape[0] == 1, layer.window)
+            if kind not in marked:
+                marked.add(kind)
+                mark_sizes(x, *inputs)
+            return run(layer, x, *inputs)
 
         model.run_layer = run_layer
+
+
+def mark_sizes(x, positions, cos_sin, k_cache, v_cache, slot_mapping, block_tables, query_start, context_lens) -> None:
+    """Tell torch.compile which sizes are symbols: T, unless it is one, which is always a constant; and batch sizes."""
+    sizes = {block_tables: (0, 1), query_start: (0,), context_lens: (0,)}
+    if x.shape[0] > 1:
+        sizes |= {x: (0,), positions: (0,), slot_mapping: (0,)}
+    for tensor, dims in sizes.items():
+        for dim in dims:
+            torch._dynamo.mark_dynamic(tensor, dim)
 
 
 class DecodeGraphs:
@@ -89,9 +97,11 @@ class DecodeGraphs:
         self.max_blocks = max_blocks
         self.recorded: dict[int, tuple[Batch, torch.Tensor, Callable]] = {}
 
-    def run(self, batch: Batch) -> torch.Tensor:
-        """float32 logits [T, vocab] of a pure decode batch, rows in order."""
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        """float32 logits [R, vocab]: replayed if every sequence computes one token, else computed as always."""
         rows = len(batch.tokens)
+        if not batch.one_each or rows > self.buckets[-1]:
+            return self.model(batch, self.kv)
         bucket = next(b for b in self.buckets if b >= rows)
         if bucket not in self.recorded:
             self.recorded[bucket] = self.record(bucket)
@@ -99,9 +109,8 @@ class DecodeGraphs:
         for name in ("tokens", "positions", "slot_mapping", "block_tables", "context_lens"):
             source, target = getattr(batch, name), getattr(static, name)
             target.fill_(1 if name == "context_lens" else 0)
-            target[: rows, : source.shape[1]].copy_(source[:rows]) if source.dim() == 2 else target[:rows].copy_(
-                source[:rows]
-            )
+            target = target[:rows] if source.dim() == 1 else target[:rows, : source.shape[1]]
+            target.copy_(source[:rows])
         replay()
         return logits[:rows]
 

@@ -77,7 +77,9 @@ class Engine:
             raise ValueError("prompt is empty: give at least one token (this tokenizer adds no BOS of its own)")
         for token in prompt_ids:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
-                raise ValueError(f"prompt token {token!r} is not an id of this model: ids are integers 0 to {vocab - 1}")
+                raise ValueError(
+                    f"prompt token {token!r} is not an id of this model: ids are integers 0 to {vocab - 1}"
+                )
         params.check_vocab(vocab)
         room = max(context - len(prompt_ids), 1)  # a prompt that is too long is the scheduler's to refuse
         limit = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -109,6 +111,7 @@ class Engine:
 
     # -- one step
 
+    @torch.inference_mode()
     def step(self) -> list[Delta]:
         """Compute one step and return what it added to whom."""
         step = self.scheduler.schedule()
@@ -258,4 +261,5 @@ def build_batch(step: Step, rows: list[range], block_size: int, device: torch.de
         query_start=tensor(starts + starts[-1:] * len(padding), torch.int32),
         context_lens=tensor(lens, torch.int32),
         logit_rows=tensor(wanted),
+        one_each=len(wanted) == len(tokens) == len(sequences),
     )

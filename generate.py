@@ -139,7 +139,9 @@ class LLM:
             prompts = [prompts]
         params = params if isinstance(params, list) else [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts but {len(params)} SamplingParams: give one for all or one for each")
+            raise ValueError(
+                f"{len(prompts)} prompts but {len(params)} SamplingParams: give one for all or one for each"
+            )
         return self._answer([(prompt, None) for prompt in prompts], params)
 
     def chat(self, messages: list[dict], params: SamplingParams | None = None, **template_options) -> RequestOutput:
@@ -212,8 +214,7 @@ class LLM:
         self.scheduler.drop_cache()
         if self.device.type == "cuda":
             widest = blocks_needed(self.max_model_len, self.kv.block_size)
-            graphs = DecodeGraphs(self.model, self.kv, max_num_seqs, widest, cuda_capture)
-            self.engine.run_model = graphs.run_or_pass
+            self.engine.run_model = DecodeGraphs(self.model, self.kv, max_num_seqs, widest, cuda_capture)
 
     def _progress(self, done: int, total: int) -> None:
         if not self.quiet:

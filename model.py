@@ -50,6 +50,7 @@ class Batch:
     query_start: Tensor  # int32 [S + 1]
     context_lens: Tensor  # int32 [S], tokens in the cache once this step has written
     logit_rows: Tensor  # int64 [R], the rows whose logits are wanted
+    one_each: bool = False  # every sequence computes one token, and all their logits are wanted
 
 
 def inverse_frequencies(config) -> tuple[Tensor, float]:
@@ -113,7 +114,7 @@ class DecoderLayer(nn.Module):
             return linear_from_checkpoint(ckpt, weights, scheme, dtype, biases)
 
         def norm(name: str) -> nn.Parameter:
-            return nn.Parameter(ckpt.tensor(f"{prefix}{name}.weight").to(dtype), requires_grad=False)
+            return load_norm(ckpt, f"{prefix}{name}.weight", dtype)
 
         attn = "self_attn."
         self.qkv = linear(config.qkv_bias, attn + "q_proj", attn + "k_proj", attn + "v_proj")
@@ -130,9 +131,7 @@ class DecoderLayer(nn.Module):
             qkv, positions, cos_sin, k_cache, v_cache, slot_mapping, self.num_heads, self.q_norm, self.k_norm, self.eps
         )  # [T, heads, head_dim]
         scale = self.head_dim**-0.5
-        attended = ops.paged_attention(
-            q, k_cache, v_cache, block_tables, query_start, context_lens, scale, self.window
-        )
+        attended = ops.paged_attention(q, k_cache, v_cache, block_tables, query_start, context_lens, scale, self.window)
         x = self.o(attended.flatten(1), residual=x)
         h = self.gate_up(x, norm_weight=self.mlp_norm, eps=self.eps, silu_gate=True)  # [T, intermediate]
         return self.down(h, residual=x)
@@ -167,7 +166,7 @@ class Transformer(nn.Module):
         for i in range(config.num_layers):
             self.layers.append(DecoderLayer(ckpt, i, scheme, dtype).to(device))
             progress(i + 2, total)
-        self.norm = nn.Parameter(ckpt.tensor("model.norm.weight").to(device, dtype), requires_grad=False)
+        self.norm = load_norm(ckpt, "model.norm.weight", dtype).to(device)
         # A plain attribute: as a buffer, .to(bfloat16) would round the angles.
         self.cos_sin = rope_table(config, max_model_len or config.max_position_embeddings).to(device)
         self.run_layer = DecoderLayer.forward  # compiled.py replaces it
@@ -205,6 +204,13 @@ class Transformer(nn.Module):
     def step_bytes(self) -> int:
         """Bytes of the weights one step reads: all but the embedding table, unless it is the head as well."""
         return self.weight_bytes - (nbytes(self.embed) if self.lm_head is not None else 0)
+
+
+def load_norm(ckpt, name: str, dtype: torch.dtype) -> nn.Parameter:
+    """A copy, so that the checkpoint's pages can go."""
+    weight = nn.Parameter(ckpt.tensor(name).to(dtype, copy=True), requires_grad=False)
+    ckpt.release(name)
+    return weight
 
 
 def nbytes(module: nn.Module) -> int:

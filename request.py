@@ -163,9 +163,7 @@ class Choice:
             piece += self.stops.flush()
         self.text += piece
         tokens = [s.token for s in sampled]
-        return Delta(
-            self.request, self.index, piece, tokens, sampled, self.finish_reason, self.stop_reason, self.error
-        )
+        return Delta(self.request, self.index, piece, tokens, sampled, self.finish_reason, self.stop_reason, self.error)
 
     def output(self, index: int) -> CompletionOutput:
         params = self.request.params

@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import os
 import sys
 from pathlib import Path
 
@@ -16,7 +15,7 @@ for folder in (ROOT, ROOT / "tests"):
 
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=100, print_blob=True)
 hypothesis.settings.register_profile("deep", deadline=None, max_examples=10_000)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+hypothesis.settings.load_profile("ci")  # --hypothesis-profile=deep overrides it
 
 
 @functools.cache

@@ -1,0 +1,514 @@
+"""The ladder: whatever is switched on and whoever else is running, each request gets what naive.py gives it alone."""
+
+import dataclasses
+import functools
+
+import hypothesis
+import pytest
+import tiny
+import torch
+from hypothesis import strategies as st
+from test_naive import weights_of
+
+import engine as engine_module
+import generate
+import naive
+from checkpoint import open_checkpoint
+from engine import Engine
+from kv_paged import BlockPool, KVCache
+from model import Transformer
+from radix import HashCache, RadixCache
+from sampling import SamplerState, sample
+from sampling_params import SamplingParams
+from scheduler import Scheduler
+from tokenizer import Tokenizer
+
+CONTEXT = 64
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@functools.cache
+def world(arch: str = "llama"):
+    """One tiny model for all tests: (checkpoint, its weights, the Transformer, the tokenizer)."""
+    import tempfile
+
+    overrides = {"sliding_window": 5} if arch == "mistral" else {}
+    folder = tiny.hf_folder(tempfile.mkdtemp() + "/m", arch, **overrides)
+    ckpt = open_checkpoint(folder)
+    return ckpt, weights_of(ckpt), Transformer(ckpt, max_model_len=CONTEXT), Tokenizer.from_checkpoint(ckpt)
+
+
+def make_engine(arch="llama", block_size=4, num_blocks=200, prefix_cache="radix", **switches) -> Engine:
+    ckpt, _, model, tokenizer = world(arch)
+    c = ckpt.config
+    pool = BlockPool(num_blocks + 1, block_size)
+    kv = KVCache(c.num_layers, num_blocks + 1, block_size, c.num_kv_heads, c.head_dim, torch.float32)
+    kv.data[:, :, 1:] = float("nan")  # what was never written must never be read
+    cache = {"radix": RadixCache, "hash": HashCache, "none": lambda pool: None}[prefix_cache](pool)
+    scheduler = Scheduler(pool, cache, **({"max_model_len": CONTEXT} | switches))
+    eos = frozenset(c.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
+    return Engine(model, kv, scheduler, tokenizer, eos)
+
+
+def run(engine: Engine, requests: list, arrivals: list[int] | None = None) -> list:
+    """Add (prompt, params) pairs at their steps and run to the end. Checks the pool's balance after every step."""
+    arrivals = arrivals or [0] * len(requests)
+    added: list = [None] * len(requests)
+    clock = 0
+    while engine.has_work or None in added:
+        for i, arrival in enumerate(arrivals):
+            if arrival <= clock and added[i] is None:
+                added[i] = engine.add(*requests[i])
+        engine.step()
+        stats = engine.scheduler.stats()
+        assert stats["free"] + stats["cached"] + stats["live"] == stats["total"], stats
+        clock += 1
+        assert clock < 5000, "no progress"
+    assert_all_free(engine)
+    return [request.output() for request in added]
+
+
+def assert_all_free(engine: Engine) -> None:
+    stats = engine.scheduler.stats()
+    assert stats["live"] == 0 and not engine.requests
+    engine.scheduler.drop_cache()
+    assert engine.scheduler.stats()["free"] == stats["total"]
+
+
+@functools.cache
+def naive_answer(arch: str, prompt: tuple[int, ...], params_key: tuple, choice: int) -> list[int]:
+    ckpt, weights, _, tokenizer = world(arch)
+    params = SamplingParams(**dict(params_key))
+    eos = () if params.ignore_eos else (*ckpt.config.eos_token_ids, *tokenizer.eos_token_ids)
+    state = SamplerState(params, prompt, choice, params.seed, eos)
+
+    def pick(logits):
+        (result,) = sample(logits[None], [state])
+        state.commit(result.token)
+        return result.token
+
+    limit = min(params.max_tokens, CONTEXT - len(prompt))
+    return naive.generate(weights, ckpt.config, list(prompt), limit, pick, (*eos, *params.stop_token_ids))
+
+
+def expected(arch: str, prompt: list[int], params: SamplingParams, choice: int = 0) -> list[int]:
+    fields = {f.name: getattr(params, f.name) for f in dataclasses.fields(params)}
+    key = tuple((k, v) for k, v in fields.items() if not isinstance(v, dict))
+    return naive_answer(arch, tuple(prompt), key, choice)
+
+
+# -- the ladder --------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def workloads(draw):
+    """Requests whose prompts share beginnings now and then, in mixed company."""
+    stems = draw(st.lists(st.lists(st.integers(3, 8), min_size=1, max_size=20), min_size=1, max_size=2))
+    requests = []
+    for _ in range(draw(st.integers(1, 5))):
+        prompt = draw(st.sampled_from([[], *stems])) + draw(st.lists(st.integers(3, 8), min_size=1, max_size=6))
+        params = SamplingParams(
+            n=draw(st.sampled_from([1, 1, 1, 2, 3])),
+            temperature=draw(st.sampled_from([0, 0, 0.7])),
+            top_p=draw(st.sampled_from([1.0, 0.9])),
+            seed=draw(st.integers(0, 3)),
+            max_tokens=draw(st.integers(1, 10)),
+            frequency_penalty=draw(st.sampled_from([0.0, 0.0, 0.5])),
+            repetition_penalty=draw(st.sampled_from([1.0, 1.0, 1.3])),
+            ignore_eos=draw(st.booleans()),
+            stop_token_ids=draw(st.sampled_from([[], list(range(100, 160))])),
+        )
+        requests.append((prompt, params))
+    return requests, [draw(st.integers(0, 6)) for _ in requests]
+
+
+@st.composite
+def switches(draw):
+    block_size = draw(st.sampled_from([1, 2, 4, 16]))
+    chosen = {
+        "arch": draw(st.sampled_from(["llama", "llama", "mistral"])),
+        "block_size": block_size,
+        "num_blocks": -(-draw(st.sampled_from([38, 45, 60, 400])) // block_size),  # 38 tokens hold any one request
+        "prefix_cache": draw(st.sampled_from(["radix", "hash", "none"])),
+        "max_num_seqs": draw(st.sampled_from([1, 2, 3, 32])),
+        "max_num_batched_tokens": draw(st.sampled_from([1, 3, 8, 64, 512])),
+        "policy": draw(st.sampled_from(["fcfs", "lpm", "priority"])),
+        "preemption": draw(st.sampled_from(["recompute", "swap"])),
+        "batching": draw(st.sampled_from(["continuous", "continuous", "static"])),
+    }
+    if chosen["max_num_batched_tokens"] >= CONTEXT:
+        chosen["chunked"] = draw(st.booleans())
+    if chosen["prefix_cache"] == "none":
+        chosen["reserve"] = draw(st.sampled_from(["paged", "contiguous"]))
+    return chosen
+
+
+@hypothesis.settings(max_examples=max(300, hypothesis.settings().max_examples))
+@hypothesis.given(workloads(), switches())
+def test_ladder(workload, chosen):
+    requests, arrivals = workload
+    outputs = run(make_engine(**chosen), requests, arrivals)
+    for (prompt, params), output in zip(requests, outputs, strict=True):
+        for choice, answer in enumerate(output.outputs):
+            assert answer.token_ids == expected(chosen["arch"], prompt, params, choice), (prompt, params, choice)
+            assert answer.finish_reason in ("stop", "length")
+
+
+# -- field cases -------------------------------------------------------------------------------------------------
+
+
+def prompts_of(*lengths: int) -> list[list[int]]:
+    draw = torch.Generator().manual_seed(7)
+    return [torch.randint(3, 300, (n,), generator=draw).tolist() for n in lengths]
+
+
+def test_F17_greedy_and_random_rows_in_one_batch():
+    prompt = prompts_of(9)[0]
+    mixed = [(prompt, dataclasses.replace(GREEDY, temperature=t, seed=1)) for t in (0, 1e-6, 0.8)]
+    mixed.append((prompt, dataclasses.replace(GREEDY, temperature=0.8, top_k=1, seed=1)))
+    ids = [output.outputs[0].token_ids for output in run(make_engine(), mixed)]
+    assert ids[0] == ids[1] == ids[3] == expected("llama", prompt, GREEDY)
+
+
+def test_F20_parallel_samples_differ_and_repeat():
+    params = SamplingParams(n=3, seed=1, temperature=1.0, max_tokens=12, stop_token_ids=list(range(100, 130)))
+    prompt = prompts_of(9)[0]
+    runs = [run(make_engine(), [(prompt, params)])[0].outputs for _ in range(2)]
+    answers = [answer.token_ids for answer in runs[0]]
+    assert len({tuple(ids) for ids in answers}) == 3
+    assert answers == [answer.token_ids for answer in runs[1]]
+    assert all(answer.finish_reason for answer in runs[0]) and [answer.index for answer in runs[0]] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("stage", ("waiting", "prefilling", "decoding", "forked"))
+def test_F29_abort_gives_every_block_back(stage):
+    engine = make_engine(max_num_batched_tokens=4, max_num_seqs=4, prefix_cache="none")
+    first = engine.add(prompts_of(20)[0], dataclasses.replace(GREEDY, max_tokens=40, n=3 if stage == "forked" else 1))
+    steps = {"waiting": 0, "prefilling": 2, "decoding": 7, "forked": 7}[stage]
+    for _ in range(steps):
+        engine.step()
+    other = engine.add(prompts_of(5)[0], GREEDY)
+    (ended, *_) = engine.abort(first)
+    assert ended.finish_reason == "abort"
+    engine.abort(first)  # F30: once more does nothing
+    while engine.has_work:
+        engine.step()
+    assert other.output().outputs[0].token_ids == expected("llama", prompts_of(5)[0], GREEDY)
+    assert_all_free(engine)
+
+
+def test_F30_abort_after_the_end_is_nothing():
+    engine = make_engine()
+    request = engine.add([5, 6], GREEDY)
+    while engine.has_work:
+        engine.step()
+    assert engine.abort(request) == [] == engine.abort(request)
+    assert_all_free(engine)
+
+
+def test_F31_a_step_that_raises_fails_its_requests_only(monkeypatch):
+    engine = make_engine()
+    requests = [engine.add(p, GREEDY) for p in prompts_of(5, 6, 7)]
+    engine.step()
+    monkeypatch.setattr(engine, "run_model", lambda batch: 1 / 0)
+    deltas = engine.step()
+    monkeypatch.undo()
+    assert {d.finish_reason for d in deltas} == {"error"} and all("ZeroDivisionError" in d.error for d in deltas)
+    assert all(request.finished for request in requests) and not engine.has_work
+    later = engine.add(prompts_of(5)[0], GREEDY)
+    while engine.has_work:
+        engine.step()
+    assert later.output().outputs[0].token_ids == expected("llama", prompts_of(5)[0], GREEDY)
+    assert_all_free(engine)
+
+
+def test_F31_one_request_whose_row_fails_leaves_the_others(monkeypatch):
+    engine = make_engine()
+    requests = [engine.add(p, GREEDY) for p in prompts_of(5, 6, 7)]
+
+    def sample_badly(logits, states, *rest):
+        results = sample(logits, states, *rest)
+        return [ValueError("row 1") if s is requests[1].choices[0].state else r for r, s in zip(results, states)]
+
+    monkeypatch.setattr(engine_module, "sample", sample_badly)
+    while engine.has_work:
+        engine.step()
+    outputs = [request.output().outputs[0] for request in requests]
+    assert outputs[1].finish_reason == "error" and outputs[1].error == "row 1"
+    for i in (0, 2):
+        assert outputs[i].token_ids == expected("llama", requests[i].prompt_ids, GREEDY)
+    assert_all_free(engine)
+
+
+def test_F21_non_finite_logits_end_their_request_only():
+    engine = make_engine()
+    requests = [engine.add(p, GREEDY) for p in prompts_of(5, 6)]
+    healthy = engine.run_model
+
+    def poisoned(batch):
+        logits = healthy(batch)
+        logits[0] = float("nan")
+        return logits
+
+    engine.run_model = poisoned
+    engine.step()
+    engine.run_model = healthy
+    while engine.has_work:
+        engine.step()
+    first, second = (request.output().outputs[0] for request in requests)
+    assert first.finish_reason == "error" and "NaN" in first.error and first.token_ids == []
+    assert second.token_ids == expected("llama", requests[1].prompt_ids, GREEDY)
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("preemption", ("recompute", "swap"))
+def test_F33_preemption_changes_nothing_a_user_sees(preemption):
+    params = SamplingParams(
+        temperature=0.9, seed=3, max_tokens=12, frequency_penalty=0.7, logprobs=2, ignore_eos=True, stop=["\x00"]
+    )
+    requests = [(p, params) for p in prompts_of(10, 11)]
+    roomy = run(make_engine(block_size=2), requests)
+    engine = make_engine(block_size=2, num_blocks=14, preemption=preemption, prefix_cache="none")
+    streams: dict[int, str] = {}
+    added = [engine.add(*request) for request in requests]
+    while engine.has_work:
+        for delta in engine.step():
+            streams[delta.request.id] = streams.get(delta.request.id, "") + delta.text
+    assert engine.scheduler.stats()["preemptions"] > 0
+    for request, other in zip(added, roomy, strict=True):
+        got, wanted = request.output().outputs[0], other.outputs[0]
+        assert (got.token_ids, got.text, got.finish_reason) == (wanted.token_ids, wanted.text, wanted.finish_reason)
+        assert streams[request.id] == got.text and len(got.logprobs) == 12
+        for a, b in zip(got.logprobs, wanted.logprobs, strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("chunk", (1, 5, 16, 64))
+def test_F34_chunks_and_cached_prefixes_change_nothing(chunk):
+    prompt = prompts_of(37)[0]
+    engine = make_engine(max_num_batched_tokens=chunk)
+    wanted = expected("llama", prompt, GREEDY)
+    for attempt in range(2):
+        request = engine.add(prompt, GREEDY)
+        while engine.has_work:
+            engine.step()
+        assert request.output().outputs[0].token_ids == wanted
+        assert (request.num_cached_tokens > 0) == (attempt == 1)
+
+
+def test_F35_answers_do_not_depend_on_the_batch():
+    prompts = prompts_of(3, 9, 14, 20, 31, 40)
+    wanted = [expected("llama", p, GREEDY) for p in prompts]
+    for order in ([0, 1, 2, 3, 4, 5], [5, 2, 0, 4, 1, 3]):
+        for arrivals in ([0] * 6, [0, 1, 2, 5, 6, 7]):
+            outputs = run(make_engine(), [(prompts[i], GREEDY) for i in order], arrivals)
+            assert [o.outputs[0].token_ids for o in outputs] == [wanted[i] for i in order]
+
+
+@pytest.mark.parametrize("cache", ("radix", "hash"))
+@pytest.mark.parametrize("length", (7, 8, 9))
+def test_F36_fully_cached_prompt_still_computes_a_token(cache, length):
+    prompt = prompts_of(length)[0]
+    engine = make_engine(prefix_cache=cache)
+    for _ in range(2):
+        request = engine.add(prompt, GREEDY)
+        while engine.has_work:
+            engine.step()
+        assert request.output().outputs[0].token_ids == expected("llama", prompt, GREEDY)
+    assert request.num_cached_tokens == (length - 1) // 4 * 4 < length
+
+
+def test_F38_namespaces_do_not_share_prefixes():
+    prompt = prompts_of(12)[0]
+    engine = make_engine()
+    for namespace, hit in ((None, 0), (("lora", "X"), 0), (("salt", "X"), 0), (("salt", "X"), 8), (None, 8)):
+        request = engine.add(prompt, GREEDY, namespace=namespace)
+        while engine.has_work:
+            engine.step()
+        assert request.num_cached_tokens == hit
+
+
+@pytest.mark.parametrize("cache", ("radix", "hash"))
+def test_F39_overwritten_prefix_is_not_found_again(cache):
+    a, b = prompts_of(9, 10)
+    engine = make_engine(num_blocks=3, prefix_cache=cache)
+    params = dataclasses.replace(GREEDY, max_tokens=3)
+    for prompt in (a, b, a):
+        request = engine.add(prompt, params)
+        while engine.has_work:
+            engine.step()
+        assert request.output().outputs[0].token_ids == expected("llama", prompt, params)
+        assert request.num_cached_tokens == 0
+
+
+def test_F24_prompt_logprobs_are_those_of_a_cold_run():
+    ckpt, weights, _, _ = world()
+    prompt = prompts_of(33)[0]
+    params = dataclasses.replace(GREEDY, prompt_logprobs=2, max_tokens=2)
+    truth = naive.forward(weights, ckpt.config, prompt).log_softmax(-1)
+    engine = make_engine(block_size=16, max_num_batched_tokens=5)
+    for warm in (False, True):
+        if warm:  # now the prompt's blocks are cached
+            engine.add(prompt, GREEDY)
+            while engine.has_work:
+                engine.step()
+        request = engine.add(prompt, params)
+        while engine.has_work:
+            engine.step()
+        scores = request.output().prompt_logprobs
+        assert scores[0] is None and len(scores) == 33
+        for p, score in enumerate(scores[1:]):
+            assert score.token == prompt[p + 1] and len(score.top) == 2
+            assert score.logprob == pytest.approx(float(truth[p, prompt[p + 1]]), abs=1e-4)
+            assert [i for i, _ in score.top] == truth[p].topk(2).indices.tolist()
+
+
+def test_F24_prompt_logprobs_survive_preemption():
+    requests = [(p, dataclasses.replace(GREEDY, prompt_logprobs=0, max_tokens=12)) for p in prompts_of(15, 14)]
+    engine = make_engine(block_size=2, num_blocks=16, max_num_batched_tokens=4, prefix_cache="none")
+    tight = run(engine, requests)
+    roomy = run(make_engine(), requests)
+    assert engine.scheduler.stats()["preemptions"] > 0
+    for a, b in zip(tight, roomy, strict=True):
+        assert [s and s.token for s in a.prompt_logprobs] == [s and s.token for s in b.prompt_logprobs]
+        for x, y in zip(a.prompt_logprobs[1:], b.prompt_logprobs[1:], strict=True):
+            assert x.logprob == pytest.approx(y.logprob, abs=1e-4)
+
+
+def test_F23_scoring_a_prompt_without_an_answer():
+    request = dataclasses.replace(GREEDY, max_tokens=0, prompt_logprobs=1)
+    (output,) = run(make_engine(), [(prompts_of(9)[0], request)])
+    assert len(output.prompt_logprobs) == 9 and output.outputs[0].token_ids == []
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_F25_F26_prompt_length_limits():
+    engine = make_engine()
+    with pytest.raises(ValueError, match="empty"):
+        engine.add([], GREEDY)
+    for length in (64, 65):
+        with pytest.raises(ValueError, match=rf"{length} tokens.*64"):
+            engine.add(prompts_of(length)[0], GREEDY)
+    for limit in (1, None, 10_000):
+        request = engine.add(prompts_of(63)[0], dataclasses.replace(GREEDY, max_tokens=limit))
+        while engine.has_work:
+            engine.step()
+        answer = request.output().outputs[0]
+        assert len(answer.token_ids) == 1 and answer.finish_reason == "length"
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("bad", ({"logit_bias": {"999999": 5}}, {"stop_token_ids": [320]}))
+def test_F32_ids_beyond_the_vocabulary_are_refused_before_scheduling(bad):
+    engine = make_engine()
+    with pytest.raises(ValueError, match="vocabulary"):
+        engine.add([5, 6], dataclasses.replace(GREEDY, **bad))
+    with pytest.raises(ValueError, match="not an id"):
+        engine.add([5, 320], GREEDY)
+    assert not engine.has_work
+
+
+def forcing(token: int, **fields) -> SamplingParams:
+    return SamplingParams(temperature=0, logit_bias={token: 100}, **({"max_tokens": 8} | fields))
+
+
+def test_F15_min_tokens_holds_back_every_eos():
+    eos = world()[0].config.eos_token_ids[0]
+    (output,) = run(make_engine(), [([5, 6], forcing(eos, min_tokens=4))])
+    ids = output.outputs[0].token_ids
+    assert len(ids) == 5 and eos not in ids[:4] and ids[4] == eos and output.outputs[0].finish_reason == "stop"
+    tokenizer = world()[3]
+    letter = tokenizer.encode("a", add_special_tokens=False)[0]
+    (output,) = run(make_engine(), [([5, 6], forcing(letter, stop=["a"], min_tokens=6))])
+    assert output.outputs[0].text == "aaaaa" and len(output.outputs[0].token_ids) == 6
+
+
+def test_F16_every_eos_stops_and_ignore_eos_disables_all():
+    engine = make_engine()
+    for eos in engine.eos_token_ids:
+        (output,) = run(make_engine(), [([5, 6], forcing(eos))])
+        assert output.outputs[0].token_ids == [eos] and output.outputs[0].finish_reason == "stop"
+        (output,) = run(make_engine(), [([5, 6], forcing(eos, ignore_eos=True))])
+        assert output.outputs[0].token_ids == [eos] * 8 and output.outputs[0].finish_reason == "length"
+
+
+def test_F28_eos_exactly_at_max_tokens_is_a_stop():
+    eos = world()[0].config.eos_token_ids[0]
+    (output,) = run(make_engine(), [([5, 6], forcing(eos, max_tokens=1))])
+    assert output.outputs[0].finish_reason == "stop"
+
+
+def test_F13_no_piece_of_a_stop_string_is_streamed():
+    engine, tokenizer = make_engine(), world()[3]
+    letters = [tokenizer.encode(c, add_special_tokens=False)[0] for c in "ABCDEF"]
+    script = iter(letters)
+
+    def scripted(batch):
+        logits = torch.zeros(len(batch.logit_rows), 320)
+        logits[:, next(script)] = 50.0
+        return logits
+
+    engine.run_model = scripted
+    request = engine.add([5, 6], dataclasses.replace(GREEDY, stop=["BCDEF"]))
+    texts = []
+    while engine.has_work:
+        texts += [delta.text for delta in engine.step()]
+    assert "".join(texts) == "A" == request.output().outputs[0].text and texts[0] == "A"
+    assert request.output().outputs[0].finish_reason == "stop"
+    assert request.output().outputs[0].stop_reason == "BCDEF"
+
+
+def test_best_of_returns_the_likeliest(tmp_path):
+    params = SamplingParams(n=2, best_of=4, temperature=1.0, seed=5, max_tokens=4, ignore_eos=True)
+    (output,) = run(make_engine(), [(prompts_of(6)[0], params)])
+    scores = [answer.cumulative_logprob / 4 for answer in output.outputs]
+    everyone = dataclasses.replace(params, n=4, best_of=4)
+    (all_four,) = run(make_engine(), [(prompts_of(6)[0], everyone)])
+    best = sorted((a.cumulative_logprob / 4 for a in all_four.outputs), reverse=True)[:2]
+    assert scores == pytest.approx(best)
+
+
+def test_llm_over_a_gguf_file(tmp_path):
+    """The facade: text in, text out, equal to the folder the file was made from."""
+    folder = tiny.hf_folder(tmp_path / "m", "llama")
+    llms = [
+        generate.LLM(str(path), kernels="reference", num_blocks=20)
+        for path in (folder, tiny.gguf_file(folder, tmp_path / "m.gguf"))
+    ]
+    outputs = [llm.generate(["the cat sat", "hello"], GREEDY) for llm in llms]
+    assert outputs[0] is not outputs[1]
+    for a, b in zip(*outputs, strict=True):
+        assert a.outputs[0].token_ids == b.outputs[0].token_ids and a.outputs[0].text == b.outputs[0].text
+    assert "".join(delta.text for delta in llms[0].stream("the cat sat", GREEDY)) == outputs[0][0].outputs[0].text
+    assert llms[0].stats()["live"] == 0
+
+
+def test_F04_padded_vocabulary_id_decodes_to_nothing(tmp_path):
+    folder = tiny.hf_folder(tmp_path / "m", "llama", vocab_size=384)
+    llm = generate.LLM(str(folder), kernels="reference", num_blocks=20)
+    for logprobs in (None, 2):
+        (output,) = llm.generate([[5, 6]], forcing(380, max_tokens=3, logprobs=logprobs))
+        assert output.outputs[0].token_ids == [380] * 3 and output.outputs[0].text == ""
+    assert llm.generate(["the cat"], GREEDY)[0].outputs[0].finish_reason
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dtype", "int3"),
+        ("device", "quantum"),
+        ("prefix_cache", "tree"),
+        ("policy", "best"),
+        ("kernels", "fast"),
+        ("quant", "int5"),
+        ("max_model_len", 1_000_000),
+        ("threads", 0),
+        ("block_size", 0),
+        ("num_blocks", 0),
+        ("activations", "int4"),
+    ],
+)
+def test_bad_engine_arguments_are_named(tmp_path, field, value):
+    folder = tiny.hf_folder(tmp_path / "m", "llama")
+    with pytest.raises(ValueError, match=rf"{field}.*{value}|{value}.*{field}"):
+        generate.LLM(str(folder), **({"kernels": "reference", "num_blocks": 20} | {field: value}))
