@@ -19,6 +19,7 @@
 #include <vector>
 
 constexpr int KEYS = 64;   // positions of a tile
+constexpr int WIDE = LANES == 16 ? 4 : 2;  // vectors of values beside 6 rows of sums: what the registers hold
 constexpr int BLOCK_ROWS = 16;  // query tokens that share a pass over the keys
 
 struct Attention {
@@ -56,38 +57,51 @@ struct Range { int64_t begin, end; };  // visible keys of a row within a tile, h
 
 inline Range visible(const Attention& p, int64_t position, int64_t tile) {
     const int64_t low = p.window > 0 ? std::max<int64_t>(0, position - p.window + 1) : 0, start = tile * KEYS;
-    return {std::max<int64_t>(0, low - start), std::min<int64_t>(KEYS, position + 1 - start)};
+    const Range seen = {std::max<int64_t>(0, low - start), std::min<int64_t>(KEYS, position + 1 - start)};
+    return seen.begin < seen.end ? seen : Range{0, 0};
 }
 
 inline int64_t padded_dim(int64_t head_dim) { return (head_dim + LANES - 1) / LANES * LANES; }
 
+inline void hide(float* w, Range seen, float value) {
+    std::fill(w, w + seen.begin, value);
+    std::fill(w + seen.end, w + KEYS, value);
+}
+
+// One vector of a head; PART is the last one of a head_dim that is no multiple of LANES.
+template <bool PART, class T> inline vf load_head(const T* p, int64_t dim) {
+    if constexpr (PART) return load_part(p, dim % LANES);
+    else return load(p);
+}
+
 // Scores of R rows against 4 keys; each (row, key) pair adds its components in the same order whatever R is.
+template <bool PART, int R, class T>
+inline void score_step(const float* const* q, const T* const* k, int64_t d, int64_t dim, vf (&sum)[R][4]) {
+    vf key[4];
+    for (int j = 0; j < 4; j++) key[j] = load_head<PART>(k[j] + d, dim);
+    for (int r = 0; r < R; r++) {
+        vf query = load(q[r] + d);
+        for (int j = 0; j < 4; j++) sum[r][j] = fma(query, key[j], sum[r][j]);
+    }
+}
 template <int R, class T>
-inline void scores(const float* const* q, const T* const* k, int64_t dim, float scale, float (*out)[KEYS], int64_t at) {
+inline void scores(const float* const* q, const T* const* k, int64_t dim, float (*out)[KEYS], int64_t at) {
     vf sum[R][4];
     for (auto& row : sum) for (auto& v : row) v = splat(0.0f);
-    for (int64_t d = 0; d < dim; d += LANES) {
-        vf key[4];
-        for (int j = 0; j < 4; j++) key[j] = d + LANES <= dim ? load(k[j] + d) : load_part(k[j] + d, dim - d);
-        for (int r = 0; r < R; r++) {
-            vf query = load(q[r] + d);
-            for (int j = 0; j < 4; j++) sum[r][j] = fma(query, key[j], sum[r][j]);
-        }
-    }
-    for (int r = 0; r < R; r++) for (int j = 0; j < 4; j++) out[r][at + j] = sum_lanes(sum[r][j]) * scale;
+    int64_t d = 0;
+    for (; d + LANES <= dim; d += LANES) score_step<false, R>(q, k, d, dim, sum);
+    if (d < dim) score_step<true, R>(q, k, d, dim, sum);
+    for (int r = 0; r < R; r++) store_sums(&out[r][at], sum[r]);
 }
 
 // Weighted values of R rows, V vectors of components at a time.
-template <int R, int V, class T>
+template <int R, int V, bool PART, class T>
 inline void weigh(const float (*weights)[KEYS], const T* const* v, Range range, int64_t d, int64_t dim, float* const* acc) {
     vf sum[R][V];
     for (auto& row : sum) for (auto& x : row) x = splat(0.0f);
     for (int64_t j = range.begin; j < range.end; j++) {
         vf value[V];
-        for (int i = 0; i < V; i++) {
-            int64_t c = d + i * LANES;
-            value[i] = c + LANES <= dim ? load(v[j] + c) : load_part(v[j] + c, dim - c);
-        }
+        for (int i = 0; i < V; i++) value[i] = load_head<PART>(v[j] + d + i * LANES, dim);
         for (int r = 0; r < R; r++) {
             vf w = splat(weights[r][j]);
             for (int i = 0; i < V; i++) sum[r][i] = fma(w, value[i], sum[r][i]);
@@ -112,30 +126,33 @@ void tile_rows(const Attention& p, const float* const* q, const T* const* k, con
     if (all.begin >= all.end) return;
     for (int64_t j = all.begin / 4 * 4; j < all.end; j += 4) {
         const T* keys[4];
-        for (int i = 0; i < 4; i++) keys[i] = k[std::min(std::max(j + i, all.begin), all.end - 1)];
-        scores<R>(q, keys, p.head_dim, p.scale, weights, j);
+        for (int i = 0; i < 4; i++) {
+            const int64_t at = std::min(std::max(j + i, all.begin), all.end - 1);
+            keys[i] = k[at];
+            for (int64_t d = 0; d < p.head_dim; d += 64 / sizeof(T)) __builtin_prefetch(v[at] + d);  // they are next
+        }
+        constexpr int S = R < 3 ? R : 3;
+        for (int r = 0; r < R; r += S) scores<S>(q + r, keys, p.head_dim, weights + r, j);
     }
     float* acc[R];
     for (int r = 0; r < R; r++) {
         acc[r] = out[r] + HEADER;
         float* w = weights[r];
-        for (int64_t j = 0; j < KEYS; j++) if (j < seen[r].begin || j >= seen[r].end) w[j] = -INFINITY;
+        hide(w, seen[r], -INFINITY);
         vf top = load(w), sum = splat(0.0f);
         for (int j = LANES; j < KEYS; j += LANES) top = max(top, load(w + j));
         const float m = max_lanes(top);
         if (m == -INFINITY) { std::memset(w, 0, sizeof weights[r]); continue; }
-        for (int j = 0; j < KEYS; j += LANES) {
-            vf e = exp(sub(load(w + j), splat(m)));
-            store(w + j, e);
-        }
-        for (int64_t j = 0; j < KEYS; j++) if (j < seen[r].begin || j >= seen[r].end) w[j] = 0.0f;
+        for (int j = 0; j < KEYS; j += LANES) store(w + j, exp(sub(load(w + j), splat(m))));
+        hide(w, seen[r], 0.0f);
         for (int j = 0; j < KEYS; j += LANES) sum = add(sum, load(w + j));
         out[r][0] = m;
         out[r][1] = sum_lanes(sum);
     }
     int64_t d = 0;
-    for (; d + 4 * LANES <= padded_dim(p.head_dim); d += 4 * LANES) weigh<R, 4>(weights, v, all, d, p.head_dim, acc);
-    for (; d < p.head_dim; d += LANES) weigh<R, 1>(weights, v, all, d, p.head_dim, acc);
+    for (; d + WIDE * LANES <= p.head_dim; d += WIDE * LANES) weigh<R, WIDE, false>(weights, v, all, d, p.head_dim, acc);
+    for (; d + LANES <= p.head_dim; d += LANES) weigh<R, 1, false>(weights, v, all, d, p.head_dim, acc);
+    if (d < p.head_dim) weigh<R, 1, true>(weights, v, all, d, p.head_dim, acc);
 }
 
 // total <- total folded with the next tile of the same row.
@@ -158,32 +175,36 @@ void block_tiles(const Attention& p, const RowBlock& b, int64_t first, int64_t l
     const int64_t group = p.heads / p.kv_heads, rows = b.tokens * group, dim = padded_dim(p.head_dim);
     const int64_t start = p.query_start[b.s], position = p.context_lens[b.s] - (p.query_start[b.s + 1] - start) + b.first;
     if (int64_t(queries.size()) < rows * dim) queries.resize(rows * dim);
-    if (int64_t(partial.size()) < 4 * (HEADER + dim)) partial.resize(4 * (HEADER + dim));
+    if (int64_t(partial.size()) < 6 * (HEADER + dim)) partial.resize(6 * (HEADER + dim));
     for (int64_t r = 0; r < rows; r++) {  // token-major: row r is token r / group, head r % group
         const float* from = p.q + ((start + b.first + r / group) * p.heads + b.kv_head * group + r % group) * p.head_dim;
-        std::memcpy(&queries[r * dim], from, p.head_dim * sizeof(float));
+        for (int64_t i = 0; i < p.head_dim; i++) queries[r * dim + i] = from[i] * p.scale;
         std::memset(&queries[r * dim] + p.head_dim, 0, (dim - p.head_dim) * sizeof(float));
     }
     for (int64_t tile = first; tile < last; tile++) {
         const T *k[KEYS], *v[KEYS];
         const int64_t keys = std::min<int64_t>(KEYS, position + b.tokens - tile * KEYS);
-        for (int64_t j = 0; j < keys; j++) {
-            const int64_t at = tile * KEYS + j, block = p.block_tables[b.s * p.max_blocks + at / p.block_size];
-            const int64_t offset = ((block * p.kv_heads + b.kv_head) * p.block_size + at % p.block_size) * p.head_dim;
-            k[j] = static_cast<const T*>(p.k_cache) + offset;
-            v[j] = static_cast<const T*>(p.v_cache) + offset;
+        for (int64_t j = 0; j < keys;) {  // block by block: the keys of a head are neighbours within one
+            const int64_t at = tile * KEYS + j, index = at / p.block_size, slot = at - index * p.block_size;
+            const int64_t block = p.block_tables[b.s * p.max_blocks + index];
+            int64_t offset = ((block * p.kv_heads + b.kv_head) * p.block_size + slot) * p.head_dim;
+            for (const int64_t end = std::min(keys, j + p.block_size - slot); j < end; j++, offset += p.head_dim) {
+                k[j] = static_cast<const T*>(p.k_cache) + offset;
+                v[j] = static_cast<const T*>(p.v_cache) + offset;
+            }
         }
         for (int64_t r = 0; r < rows;) {
-            const int64_t n = std::min<int64_t>(3, rows - r);
-            const float* q[3];
-            float* out[3];
-            Range seen[3];
+            const int64_t left = rows - r, n = left >= 6 ? 6 : std::min<int64_t>(3, left);
+            const float* q[6];
+            float* out[6];
+            Range seen[6];
             for (int64_t i = 0; i < n; i++) {
                 q[i] = &queries[(r + i) * dim];
                 out[i] = &partial[i * (HEADER + dim)];
                 seen[i] = visible(p, position + (r + i) / group, tile);
             }
-            if (n == 3) tile_rows<3>(p, q, k, v, seen, out);
+            if (n == 6) tile_rows<6>(p, q, k, v, seen, out);
+            else if (n == 3) tile_rows<3>(p, q, k, v, seen, out);
             else if (n == 2) tile_rows<2>(p, q, k, v, seen, out);
             else tile_rows<1>(p, q, k, v, seen, out);
             for (int64_t i = 0; i < n; i++) sink(r + i, tile, out[i]);

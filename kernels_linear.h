@@ -5,7 +5,7 @@
 //
 //     sum[row][channel] += dot * (weight_scale * activation_scale)  +  weight_min * activation_sum
 //
-// R only decides how often a loaded weight is used: 4 rows when there are many, 1 when there is one. Every row adds its
+// R only decides how often a loaded weight is used: 6 rows when there are many, 1 when there is one. Every row adds its
 // groups from first to last with the same operations, so its result is the same bits whatever R was.
 //
 //     rows ──►  ┌────────────── K ──────────────┐      one item of work = one block of rows
@@ -109,6 +109,10 @@ inline void prepare_row(const Linear& p, Activations& a, int64_t row) {
     }
 }
 
+// Weights are asked for this many bytes early. With one row the processor's own prefetching is not enough to overlap
+// the reading with the arithmetic.
+constexpr int64_t AHEAD = 8192;
+
 // The scales of one group of a tile: fp16 per group, with minima for int4; or one float per channel.
 struct Int4 {
     static constexpr int BYTES = 4 * STEP, PARAMS = 2 * TILE * sizeof(fp16);
@@ -133,11 +137,12 @@ template <int R, int H, class W> inline void group_dots(const uint8_t* w, const 
         for (int c = 0; c < 4; c++) {
             vb raw[H];
             for (int h = 0; h < H; h++) raw[h] = load_bytes(w + c * STEP + h * 4 * LANES);
-            for (int r = 0; r < R; r++) {
-                vb lo = splat4(x[r] + g * GROUP + 4 * c), hi = splat4(x[r] + g * GROUP + 16 + 4 * c);
-                for (int h = 0; h < H; h++) {
-                    d[r][h] = dot_u4(d[r][h], low_nibbles(raw[h]), lo);
-                    d[r][h] = dot_u4(d[r][h], high_nibbles(raw[h]), hi);
+            for (int half = 0; half < 2; half++) {
+                vb codes[H];
+                for (int h = 0; h < H; h++) codes[h] = half ? high_nibbles(raw[h]) : low_nibbles(raw[h]);
+                for (int r = 0; r < R; r++) {
+                    vb v = splat4(x[r] + g * GROUP + 16 * half + 4 * c);
+                    for (int h = 0; h < H; h++) d[r][h] = dot_u4(d[r][h], codes[h], v);
                 }
             }
         }
@@ -202,10 +207,12 @@ void product_tile(const Linear& p, const Activations& a, const uint8_t* tile, in
     }
     const int64_t repeat = p.group_size ? p.group_size / GROUP : a.groups;  // groups of 32 that share their scales
     const uint8_t* params = tile + a.groups * W::BYTES;
+    const int64_t share = W::BYTES + W::PARAMS / repeat;  // bytes of a tile for each of its groups
     vf total[R][HALVES];
     for (auto& row_total : total) for (auto& v : row_total) v = splat(0.0f);
     for (int64_t g = 0, left = repeat; g < a.groups; g++) {
         vf sum[R][HALVES];
+        for (int64_t i = 0; i < share; i += 64) __builtin_prefetch(tile + AHEAD + g * share + i);
         if constexpr (FLOATS) group_floats<R, HALVES, W>(tile + g * W::BYTES, values, g, sum);
         else group_dots<R, HALVES, W>(tile + g * W::BYTES, codes, code_sums, g, sum);
         for (int h = 0; h < HALVES; h++) {
@@ -254,7 +261,7 @@ void finish_tile(const Linear& p, const Activations& a, int64_t tile_bytes, int6
 }
 
 template <class W, bool FLOATS> void linear_tiles(Pool& pool, const Linear& p, const Activations& a) {
-    constexpr int64_t BLOCK = 64;  // rows whose codes stay in L2 beside a tile's weights in L1
+    constexpr int64_t BLOCK = 60;  // rows whose codes stay in L2 beside a tile's weights in L1
     const int64_t tile_bytes = a.groups * W::BYTES + (p.group_size ? p.padded() / p.group_size : 1) * W::PARAMS;
     const int64_t width = p.silu_gate ? p.n / 2 : p.n, tiles = (width + TILE - 1) / TILE;
     const int64_t run = std::max<int64_t>(1, tiles / (pool.threads() * 4)), runs = (tiles + run - 1) / run;
@@ -263,8 +270,8 @@ template <class W, bool FLOATS> void linear_tiles(Pool& pool, const Linear& p, c
         const int64_t first = item % runs * run, begin = item / runs * BLOCK, end = std::min(p.rows, begin + BLOCK);
         for (int64_t tile = first; tile < std::min(tiles, first + run); tile++) {
             int64_t row = begin;
-            for (; row + 4 <= end; row += 4) finish_tile<4, W, FLOATS>(p, a, tile_bytes, tile, row);
-            if (end - row == 3) finish_tile<3, W, FLOATS>(p, a, tile_bytes, tile, row);
+            for (; row + 6 <= end; row += 6) finish_tile<6, W, FLOATS>(p, a, tile_bytes, tile, row);
+            for (; row + 3 <= end; row += 3) finish_tile<3, W, FLOATS>(p, a, tile_bytes, tile, row);
             if (end - row == 2) finish_tile<2, W, FLOATS>(p, a, tile_bytes, tile, row);
             if (end - row == 1) finish_tile<1, W, FLOATS>(p, a, tile_bytes, tile, row);
         }
