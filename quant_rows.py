@@ -53,7 +53,7 @@ import torch
 
 import gguf
 
-CHUNK = 1 << 20  # weights turned into float32 at a time: bounds the memory that quantising needs beside its result
+CHUNK = 1 << 16  # weights that are float32 at a time: little memory beside the result, and it stays in the cache
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,10 @@ class QuantRows:
     mins: torch.Tensor | None  # [N, Kp / group]
     in_features: int  # K, before padding
 
-    @property
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        return self.qweight, self.scales, self.mins
+    def parts(self) -> dict[str, torch.Tensor]:
+        """The tensors by the suffix under which a folder stores them."""
+        both = {"qweight": self.qweight, "scales": self.scales}
+        return both if self.mins is None else both | {"mins": self.mins}
 
     @property
     def bits(self) -> int:
@@ -162,9 +163,9 @@ def _half(x: torch.Tensor, towards: float) -> torch.Tensor:
     return torch.where(wrong, torch.nextafter(h, torch.full_like(h, towards)), h)
 
 
-def _steps(distance: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """round(distance / scale), and 0 where the scale is 0 because everything there is equal."""
-    return torch.where(scale > 0, distance / scale, 0.0).round()
+def _steps(distance: torch.Tensor, scale: torch.Tensor, least: int, most: int) -> torch.Tensor:
+    """round(distance / scale) within least..most. distance [n, groups, group], scale [n, groups]."""
+    return (distance / scale.float().unsqueeze(2)).round_().clamp_(least, most)
 
 
 def quantize_chunk(w: torch.Tensor, scheme: Scheme) -> QuantRows:
@@ -172,18 +173,19 @@ def quantize_chunk(w: torch.Tensor, scheme: Scheme) -> QuantRows:
     n, k = w.shape
     group = scheme.group_size or k
     padding = -k % group
-    w = torch.cat([w, w[:, -1:].expand(n, padding)], dim=1)  # padded with the last weight: no range grows by it
+    if padding:  # with the last weight: no range grows by it
+        w = torch.cat([w, w[:, -1:].expand(n, padding)], dim=1)
     w = w.unflatten(1, (-1, group))  # [n, groups, group]
+    least = torch.finfo(w.dtype).tiny  # a scale is never 0, not even that of a group of zeros: nothing divides by 0
     if scheme.bits == 8:
-        amax = w.abs().amax(dim=2)  # [n, groups]
-        scales = _half(amax / 127, math.inf) if scheme.group_size else (amax / 127).clamp(min=torch.finfo(w.dtype).tiny)
-        scales = torch.where(amax > 0, scales, 0)
-        q, mins = _steps(w, scales.float().unsqueeze(2)).clamp(-127, 127).to(torch.int8), None
+        scales = (w.abs().amax(dim=2) / 127).clamp_(min=least)  # [n, groups]
+        scales = _half(scales, math.inf) if scheme.group_size else scales
+        q, mins = _steps(w, scales, -127, 127).to(torch.int8), None
     else:
         low, high = w.aminmax(dim=2)  # [n, groups]
         mins = _half(low, -math.inf)
-        scales = _half((high - mins.float()) / 15, math.inf)
-        q = _steps(w - mins.float().unsqueeze(2), scales.float().unsqueeze(2)).clamp(0, 15).to(torch.uint8)
+        scales = _half(((high - mins.float()) / 15).clamp_(min=least), math.inf)
+        q = _steps(w - mins.float().unsqueeze(2), scales, 0, 15).to(torch.uint8)
     q = q.flatten(1)
     q[:, k:] = 0
     return QuantRows(q if scheme.bits == 8 else pack_int4(q), scales, mins, k)
@@ -220,7 +222,7 @@ def quantize_rows(source: torch.Tensor | gguf.Blocks, scheme: Scheme, name: str 
             largest = f"{w.abs().max():.3g}"
             raise ValueError(f"{name}: weights up to {largest} overflow fp16 scales; use quant='int8' (float32 scales)")
         for suffix, whole in out.items():
-            whole[start : start + len(w)] = getattr(rows, suffix)
+            whole[start : start + len(w)] = rows.parts()[suffix]
     return QuantRows(out["qweight"], out["scales"], out.get("mins"), k)
 
 
