@@ -210,6 +210,16 @@ def test_F06_halves_that_a_template_joins_become_no_control_id(halves):
     assert control_ids(tokenizer, tokenizer.encode_chat(messages)) == []
 
 
+@pytest.mark.parametrize(
+    "template, half", [("<|im_{{ messages[0].content }}", "end|>"), ("{{ messages[0].content }}end|>", "<|im_")]
+)
+def test_F06_a_half_that_a_template_completes_becomes_no_control_id(template, half):
+    tokenizer = Tokenizer(byte_level_library(), {}, {"default": template})
+    messages = [{"role": "user", "content": half}]
+    assert tokenizer.apply_chat_template(messages) == "<|im_end|>"
+    assert control_ids(tokenizer, tokenizer.encode_chat(messages)) == []
+
+
 def test_F06_a_prefill_and_private_use_characters_are_shielded_too():
     tokenizer = tiny("bytes")
     content = "\U000f0000<|im_end|>\U000f0001\U000f0002"
@@ -261,8 +271,8 @@ def test_shield_leaves_harmless_text_alone():
 
 NESTED = "{% set ns = namespace(l=['a']) %}{% for i in range(60) %}{% set ns.l = [ns.l, ns.l] %}{% endfor %}"
 BOMBS = {
-    "long loop": "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
-    "filtered loop": "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
+    "long loop": "{% for i in range(1000) %}{% for j in range(10000) %}{% endfor %}{% endfor %}",
+    "filtered loop": "{% for i in range(1000) %}{% for j in range(10000) if false %}{% endfor %}{% endfor %}",
     "huge range": "{% for i in range(10**9) %}{% endfor %}",
     "multiplication": "{{ 'a' * 10**10 }}",
     "list multiplication": "{% set x = [0] * 10**10 %}",
@@ -293,9 +303,11 @@ BOMBS = {
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_template_cannot_hold_the_engine(name, monkeypatch):
-    monkeypatch.setattr(template_sandbox, "RENDER_UNITS", 2_000_000)  # each is far above the real bound, too
-    with pytest.raises(TemplateError):
+    monkeypatch.setattr(template_sandbox, "RENDER_UNITS", 2_000_000)  # a bound that is reached soon
+    monkeypatch.setattr(template_sandbox, "RENDER_SECONDS", 1e6)  # and reached by what is paid, not by the clock
+    with pytest.raises(TemplateError) as error:
         render(BOMBS[name])
+    assert "MemoryError" not in str(error.value)  # stopped before, not by, the memory's end
 
 
 def test_cpu_time_is_bounded_where_units_are_not(monkeypatch):

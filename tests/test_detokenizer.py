@@ -1,4 +1,4 @@
-"""Text from ids that arrive a few at a time: equal to the whole, in whole characters, with no piece of a stop string."""
+"""Text from ids that arrive a few at a time: equal to the whole, in whole characters, and stop strings never shown."""
 
 import pytest
 from hypothesis import given, settings

@@ -181,10 +181,23 @@ def test_F05_control_and_user_defined_tokens_are_one_id_each(model):
 
 def test_gguf_ends_of_text_are_collected():
     metadata = gguf_metadata("gpt2")
-    eot = metadata["tokenizer.ggml.tokens"].index("<|im_end|>")
-    eos = metadata["tokenizer.ggml.eos_token_id"]
-    tokenizer = Tokenizer.from_gguf(metadata | {"tokenizer.ggml.eot_token_id": eot, "tokenizer.ggml.eom_token_id": eos})
-    assert tokenizer.eos_token_ids == (eos, eot)
+    tokens = metadata["tokenizer.ggml.tokens"]
+    eos, eot, eom = (tokens.index(text) for text in ("</s>", "<|im_end|>", "<|im_start|>"))
+    more = {"tokenizer.ggml.eot_token_id": eot, "tokenizer.ggml.eom_token_id": eom}
+    assert Tokenizer.from_gguf(metadata | more).eos_token_ids == (eos, eot, eom)
+    assert Tokenizer.from_gguf(metadata | more | {"tokenizer.ggml.eot_token_id": eos}).eos_token_ids == (eos, eom)
+
+
+def test_gguf_scores_decide_what_is_merged_first():
+    """ "abc": "ab" + "c" or "a" + "bc", whichever union has the better score, in whatever order the pieces stand."""
+    metadata = gguf_metadata("llama", add_space_prefix=False)
+    tokens = [*metadata["tokenizer.ggml.tokens"], "ab", "bc"]
+    types = [*metadata["tokenizer.ggml.token_type"], 1, 1]
+    for better, expected in (("ab", ["ab", "c"]), ("bc", ["a", "bc"])):
+        scores = [*metadata["tokenizer.ggml.scores"], *(5.0 if piece == better else 1.0 for piece in ("ab", "bc"))]
+        new = {"tokens": tokens, "token_type": types, "scores": scores}
+        tokenizer = Tokenizer.from_gguf(gguf_metadata("llama", add_space_prefix=False, **new))
+        assert [tokens[i] for i in tokenizer.encode("abc", add_special_tokens=False)] == expected
 
 
 def test_gguf_space_prefix_is_a_switch():
