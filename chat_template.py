@@ -195,9 +195,8 @@ def _checked(message: Any) -> dict:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise TemplateError(f"content holds the part {part!r:.200}: only {{'type': 'text', 'text': ...}} is read")
     message = dict(message)
-    if message.get("tool_calls"):
-        message["tool_calls"] = [_with_parsed_arguments(call) for call in message["tool_calls"]]
-    return message
+    calls = message.pop("tool_calls", None)  # null stands for none in the API, but templates ask `is defined`
+    return message | {"tool_calls": [_with_parsed_arguments(call) for call in calls]} if calls else message
 
 
 def _with_parsed_arguments(call: Any) -> Any:

@@ -73,6 +73,8 @@ def test_arguments_of_tool_calls_are_objects():
     template = "{{ messages[1].tool_calls[0].function.arguments | tojson }}"
     assert render(template, messages) == '{"x": [1]}'
     assert call["function"]["arguments"] == '{"x": [1]}'  # the caller's own is left alone
+    for none in (None, []):
+        assert render("{{ messages[0].tool_calls is defined }}", [USER[0] | {"tool_calls": none}]) == "False"
     call["function"]["arguments"] = "{"
     with pytest.raises(TemplateError, match="not JSON"):
         render(template, messages)
