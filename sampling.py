@@ -19,8 +19,8 @@ whole numbers below 2**53 round nowhere, so no order of addition, device or filt
 is less than half a tick, 3e-11 of the likeliest, is never drawn.) (2) u is no generator's next output but a hash of
 (seed, choice, position, stream): a generator that others also draw from, or that must be rewound, does not exist.
 
-Ranks are by logit, ties go to the lower id, everywhere: greedy, top_k=1 and min_p=1 give the same token. Filters sort
-only a candidate set that provably holds the answer: the full vocabulary is sorted only if the answer is that large.
+Ranks are by logit, ties go to the lower id, everywhere: greedy, top_k=1 and min_p=1 give the same token. No filter
+sorts the vocabulary: top_k selects, top_p sorts one bucket of it.
 
 Sources: Holtzman et al. 2020, section 3.1 (top_p); Nguyen et al. 2024, section 3 (min_p); Keskar et al. 2019, section
 4.1 (repetition penalty); the OpenAI API reference (presence, frequency, logit_bias); Salmon et al. 2011 (random numbers
@@ -42,6 +42,7 @@ import torch
 from sampling_params import SamplingParams
 
 TICKS = 2.0**34  # of the likeliest token. 2**34 * 2**19 tokens = 2**53: sums are exact up to a vocabulary of 524,288
+BUCKETS = (127 + 34 << 4) + 1  # of _nucleus: the upper 13 bits of the float32 TICKS, and 0
 
 
 class NonFiniteLogits(ValueError):
@@ -157,7 +158,7 @@ class SamplerState:
             row[: len(mask)].masked_fill_(~mask.to(row.device), -math.inf)
             row[len(mask) :] = -math.inf  # padded ids the tokenizer does not have
         if len(self.output) < self.params.min_tokens and len(self.stop_ids):
-            ids = self.stop_ids.to(row.device)
+            ids = self.stop_ids[self.stop_ids < len(row)].to(row.device)  # a tokenizer's EOS may lie beyond the model
             stops = row[ids]
             row[ids] = -math.inf
             if row.amax() == -math.inf:
@@ -166,11 +167,12 @@ class SamplerState:
     def _penalise(self, row: torch.Tensor) -> None:
         params, seen = self.params, len(self._slots)
         ids, counts = self._tokens[:seen].to(row.device), self._counts[:seen].to(row.device)  # [seen]
-        logits = row[ids]
+        before = row[ids]
         # A penalty must make a token less likely: dividing would raise a negative logit.
-        logits = torch.where(logits < 0, logits * params.repetition_penalty, logits / params.repetition_penalty)
+        logits = torch.where(before < 0, before * params.repetition_penalty, before / params.repetition_penalty)
         logits = logits - (params.frequency_penalty * counts + params.presence_penalty * (counts > 0))
-        row[ids] = logits.clamp_(max=torch.finfo(row.dtype).max)  # an extreme penalty saturates, it does not overflow
+        most = torch.finfo(row.dtype).max  # an extreme penalty saturates: it neither overflows nor forbids
+        row[ids] = torch.where(before == -math.inf, before, logits.clamp_(-most, most))
 
 
 def process_logits(
@@ -217,30 +219,40 @@ def best_ids(row: torch.Tensor, k: int) -> torch.Tensor:
     return ids[row[ids].sort(descending=True, stable=True).indices[:k]]
 
 
-def _kept(row: torch.Tensor, ticks: torch.Tensor, params: SamplingParams) -> torch.Tensor | None:
-    """Ids [kept], ascending, that min_p, then top_k, then top_p leave of a row; None = all. At least the best stays."""
-    vocab = len(row)
-    top_k = params.top_k if 0 < params.top_k < vocab else vocab
-    floor = max(params.min_p * TICKS, 1.0)  # less than one tick is nothing
-    if top_k < vocab:
-        ids = best_ids(row, top_k)
-        ids = ids[ticks[ids] >= floor]
-        mass = ticks[ids].sum(dtype=torch.float64)
-    elif params.top_p == 1:
-        return (ticks >= floor).nonzero().squeeze(1) if params.min_p > 0 else None
-    else:
-        mass = torch.where(ticks >= floor, ticks, 0).sum(dtype=torch.float64)
-        border = TICKS / 1024
-        while True:  # all above a border, lowered until they hold the mass top_p wants: so they hold its nucleus
-            ids = (ticks >= max(border, floor)).nonzero().squeeze(1)
-            if border <= floor or ticks[ids].sum(dtype=torch.float64) >= params.top_p * mass:
-                break
-            border /= 64
-        ids = ids[row[ids].sort(descending=True, stable=True).indices]
-    if params.top_p < 1:  # the shortest run of best tokens that reaches top_p of what the filters before it left
-        reach = ticks[ids].cumsum(0, dtype=torch.float64)
-        ids = ids[: int(torch.searchsorted(reach, params.top_p * mass)) + 1]
-    return ids.sort().values
+def _filter(row: torch.Tensor, ticks: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Ticks [V] with those zeroed that min_p, then top_k, then top_p drop. The best token always stays."""
+    if params.min_p > 0:
+        ticks = torch.where(ticks >= params.min_p * TICKS, ticks, 0)
+    if 0 < params.top_k < len(row):
+        ids = best_ids(row, params.top_k)
+        kept = ticks[ids]  # [top_k], best first
+        if params.top_p < 1:
+            reach = kept.cumsum(0, dtype=torch.float64)
+            kept[int(torch.searchsorted(reach, params.top_p * reach[-1])) + 1 :] = 0
+        return torch.zeros_like(ticks).index_copy_(0, ids, kept)
+    return _nucleus(row, ticks, params.top_p) if params.top_p < 1 else ticks
+
+
+def _nucleus(row: torch.Tensor, ticks: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Ticks [V] of the shortest run of best tokens that reaches top_p of the whole mass; 0 elsewhere.
+
+    Sorting into buckets needs no comparisons, and only the bucket in which the goal is reached is sorted inside:
+
+        bucket     ...  90      89       88      87  ...        bits of a positive float, read as an integer, are in
+        mass           | 40 |   31    |  22   |  5 ...          order: the upper ones (exponent, 4 bits of mantissa)
+        top_p=0.8       kept   kept    sorted  dropped          number the buckets
+    """
+    bucket = (ticks.view(torch.int32) >> 19).long()  # [V]
+    mass = torch.zeros(BUCKETS, dtype=torch.float64, device=ticks.device).scatter_add_(0, bucket, ticks.double())
+    reach = mass.flip(0).cumsum(0)  # [BUCKETS], from the best down
+    goal = top_p * reach[-1]
+    place = int(torch.searchsorted(reach, goal))
+    border = BUCKETS - 1 - place
+    ids = (bucket == border).nonzero().squeeze(1)
+    ids = ids[row[ids].sort(descending=True, stable=True).indices]
+    inside = reach[place] - mass[border] + ticks[ids].cumsum(0, dtype=torch.float64)
+    ids = ids[: int(torch.searchsorted(inside, goal)) + 1]
+    return torch.where(bucket > border, ticks, 0).index_copy_(0, ids, ticks[ids])
 
 
 def _ticks(row: torch.Tensor, best: float, temperature: float) -> torch.Tensor:
@@ -257,17 +269,18 @@ def draw(weights: torch.Tensor, u: float) -> int:
 
 def row_errors(raw: torch.Tensor, processed: torch.Tensor) -> list[ValueError | None]:
     """Per row of [R, V] why nothing can be drawn from it, or None. A bad row is an error of its own request only."""
-    errors: list[ValueError | None] = []
-    for before, after in zip(raw.amax(-1).tolist(), processed.amax(-1).tolist(), strict=True):
-        if not math.isfinite(before):
-            what = {math.inf: "+inf", -math.inf: "-inf only"}.get(before, "NaN")
-            remedy = "a 16-bit dtype may have overflowed: load the model as bfloat16 or float32, and check its weights"
-            errors.append(NonFiniteLogits(f"the model's logits hold {what}; {remedy}"))
-        elif not math.isfinite(after):
-            errors.append(NoTokenLeft("the mask, logit_bias and the model's own -inf together forbid every token"))
-        else:
-            errors.append(None)
-    return errors
+    best = zip(raw.amax(-1).tolist(), processed.amax(-1).tolist(), strict=True)  # amax carries NaN along
+    return [_row_error(*pair) for pair in best]
+
+
+def _row_error(raw_best: float, processed_best: float) -> ValueError | None:
+    if not math.isfinite(raw_best):
+        what = {math.inf: "+inf", -math.inf: "-inf only"}.get(raw_best, "NaN")
+        remedy = "a 16-bit dtype may have overflowed: load the model as bfloat16 or float32, and check its weights"
+        return NonFiniteLogits(f"the model's logits hold {what}; {remedy}")
+    if not math.isfinite(processed_best):
+        return NoTokenLeft("the mask, logit_bias and the model's own -inf together forbid every token")
+    return None
 
 
 def probabilities(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:
@@ -277,17 +290,18 @@ def probabilities(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch
     """
     logits = logits.float().contiguous()
     best, ids = argmax(logits)
+    values = best.tolist()
     out = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)  # [R, V]
-    for r, (state, error) in enumerate(zip(states, row_errors(logits, logits), strict=True)):
+    for r, state in enumerate(states):
+        error = _row_error(0.0 if values[r] == -math.inf else values[r], values[r])  # -inf is what masks write
         if error is not None:
             raise error
         if state.params.greedy:
             out[r, ids[r]] = 1.0
             continue
-        ticks = _ticks(logits[r], float(best[r]), state.params.temperature)
-        kept = _kept(logits[r], ticks, state.params)
-        kept = slice(None) if kept is None else kept
-        out[r, kept] = ticks[kept].double() / ticks[kept].sum(dtype=torch.float64)
+        ticks = _ticks(logits[r], values[r], state.params.temperature)
+        kept = _filter(logits[r], ticks, state.params).double()  # [V]
+        out[r] = kept / kept.sum()
     return out
 
 
@@ -334,9 +348,7 @@ def sample(
         token = tokens[r]
         if not params.greedy:
             ticks = _ticks(processed[r], values[r], params.temperature)
-            kept = _kept(processed[r], ticks, params)
-            u = state.uniform()
-            token = draw(ticks, u) if kept is None else int(kept[draw(ticks[kept], u)])
+            token = draw(_filter(processed[r], ticks, params), state.uniform())
         results.append(score(raw[r], token, params.logprobs) if params.scored else Sampled(token))
     return results
 

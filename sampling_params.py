@@ -68,8 +68,9 @@ _SWITCHES = ("ignore_eos", "include_stop_str_in_output")
 class SamplingParams:
     """What one request asks for, checked and normalised at construction; ParameterError (a ValueError) names the field.
 
-    max_tokens None runs up to the context, 0 generates nothing (for a prompt that is only scored). min_tokens bans
-    every EOS and stop id until so many tokens are out; under ignore_eos EOS is a token like any other, and not banned.
+    max_tokens is 16 as in vLLM; None runs up to the context, 0 generates nothing (the prompt is only scored).
+    min_tokens bans every EOS and stop id until so many tokens are out; under ignore_eos EOS is not banned, but a token
+    like any other.
     `stop` and `stop_token_ids` become tuples, `logit_bias` a dict with int keys (OpenAI's JSON can only send strings).
     regex, json_schema (a dict, or its JSON text) and choice each shape the output; at most one may be given.
     best_of draws that many choices and keeps the n of best mean log-probability. beam_width searches instead of
@@ -159,7 +160,7 @@ def _real(field: str, value: Any, legal: Callable[[float], bool], allowed: str) 
         number = float(value)
     except OverflowError:  # an int beyond float range
         number = math.inf
-    if not (math.isfinite(number) and legal(number)):
+    if not legal(number):  # every range is bounded, and NaN lies in none
         raise ParameterError(field, value, allowed)
     return number
 
