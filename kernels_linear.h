@@ -8,9 +8,9 @@
 // R only decides how often a loaded weight is used: 6 rows when there are many, 1 when there is one. Every row adds its
 // groups from first to last with the same operations, so its result is the same bits whatever R was.
 //
-//     rows ──►  ┌────────────── K ──────────────┐      one item of work = one block of rows
-//               │ group 0 │ group 1 │ ...       │      x a run of channel tiles; a tile's weights (6 to 15 KB)
-//               └───────────────────────────────┘      stay in L1 while the rows of the block pass over them
+//     rows ──►  ┌────────────── K ──────────────┐      one item of work = one block of rows (24 KB of codes)
+//               │ group 0 │ group 1 │ ...       │      x a run of channel tiles; codes and a tile's weights (6 KB
+//               └───────────────────────────────┘      for 576 inputs) stay in L1 while they meet
 //
 // The activations of a call are prepared once, before the product: normalised if asked, rounded to 8 bits per group of
 // 32 with a float scale (or kept in float), and summed per group for the minima.
@@ -261,13 +261,13 @@ void finish_tile(const Linear& p, const Activations& a, int64_t tile_bytes, int6
 }
 
 template <class W, bool FLOATS> void linear_tiles(Pool& pool, const Linear& p, const Activations& a) {
-    constexpr int64_t BLOCK = 60;  // rows whose codes stay in L2 beside a tile's weights in L1
     const int64_t tile_bytes = a.groups * W::BYTES + (p.group_size ? p.padded() / p.group_size : 1) * W::PARAMS;
     const int64_t width = p.silu_gate ? p.n / 2 : p.n, tiles = (width + TILE - 1) / TILE;
     const int64_t run = std::max<int64_t>(1, tiles / (pool.threads() * 4)), runs = (tiles + run - 1) / run;
-    const int64_t blocks = (p.rows + BLOCK - 1) / BLOCK;
+    const int64_t block = std::max<int64_t>(6, (24 << 10) / a.padded / 6 * 6);  // rows whose codes stay in L1
+    const int64_t blocks = (p.rows + block - 1) / block;
     pool.parallel_for(runs * blocks, [&](int64_t item) {
-        const int64_t first = item % runs * run, begin = item / runs * BLOCK, end = std::min(p.rows, begin + BLOCK);
+        const int64_t first = item % runs * run, begin = item / runs * block, end = std::min(p.rows, begin + block);
         for (int64_t tile = first; tile < std::min(tiles, first + run); tile++) {
             int64_t row = begin;
             for (; row + 6 <= end; row += 6) finish_tile<6, W, FLOATS>(p, a, tile_bytes, tile, row);

@@ -1,0 +1,152 @@
+"""Tapes, refusals and builds: the C++ kernels as a library that must never crash the process."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_cases import copies, layer_inputs, one_layer, ops
+
+import kernels
+import kernels_native
+
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
+
+
+@pytest.fixture(autouse=True)
+def native():
+    """Every test starts on the native backend with two threads, and leaves the process as it found it."""
+    before = kernels.backend()
+    kernels.set_threads(2)
+    yield kernels.set_backend("native")
+    kernels.set_backend(before)
+
+
+def test_a_replayed_tape_equals_the_step_it_recorded_on_new_inputs():
+    hidden, weights, state = layer_inputs()
+    with kernels.record() as tape:
+        out = one_layer(hidden, weights, state)
+    other = torch.randn(3, 48)
+    state["lens"].fill_(4)  # and every row one position later
+    state["positions"].add_(1)
+    state["slots"].add_(1)
+    expected_state = copies(state)
+    want = one_layer(other, weights, expected_state)
+    hidden.copy_(other)
+    tape.replay()
+    assert torch.equal(out, want)
+    assert torch.equal(state["k"], expected_state["k"])
+
+
+def test_a_tape_refuses_what_it_could_not_replay():
+    x, transposed = torch.randn(4, 4), torch.randn(4, 4).t()
+    with pytest.raises(ValueError, match="aten.add"), kernels.record():
+        ops.silu_mul(x + 1)
+    with pytest.raises(ValueError, match="contiguous"), kernels.record():
+        ops.silu_mul(transposed)
+    with kernels.record(), pytest.raises(ValueError, match="already"), kernels.record():
+        pass
+    kernels.set_backend("reference")
+    with pytest.raises(ValueError, match="reference"):
+        kernels.record()
+
+
+def test_wrong_arguments_are_refused_before_memory_is_touched():
+    hidden, weights, state = layer_inputs()
+    with pytest.raises(ValueError, match=r"\[65, 48\]"):
+        ops.int4_linear(hidden, weights["qkv"], 650 // 10, 64)
+    with pytest.raises(ValueError, match="activation 'int3'"):
+        ops.int4_linear(hidden, weights["qkv"], 64, 32, activation="int3")
+    with pytest.raises(ValueError, match="bias has shape"):
+        ops.int4_linear(hidden, weights["qkv"], 64, 32, bias=torch.zeros(63))
+    with pytest.raises(ValueError, match="embedding table"):
+        ops.int4_embedding(torch.tensor([64]), weights["qkv"], 48, 32)
+    with pytest.raises(ValueError, match="slot"):
+        ops.rope_write_kv(
+            torch.randn(1, 64), state["positions"][:1], state["cos_sin"], state["k"], state["v"], torch.tensor([12]), 2
+        )
+    with pytest.raises(ValueError, match="position"):
+        ops.rope_write_kv(
+            torch.randn(1, 64), torch.tensor([8]), state["cos_sin"], state["k"], state["v"], torch.tensor([4]), 2
+        )
+    names = ("k", "v", "tables", "starts", "lens")
+    for name, value, message in (
+        ("tables", 3, "block table"),
+        ("lens", 2, "shorter"),
+        ("lens", 5, "longer"),
+        ("starts", 4, "query_start"),
+    ):
+        bad = copies(state)
+        bad[name][..., -1] = value
+        with pytest.raises(ValueError, match=message):
+            ops.paged_attention(torch.randn(3, 2, 16), *(bad[n] for n in names), 0.25)
+    with pytest.raises(ValueError, match="group_size 48"):
+        kernels.pack_int4(torch.zeros(4, 48, dtype=torch.uint8), torch.zeros(4, 2), torch.zeros(4, 2), 48)
+    with pytest.raises(ValueError, match="backend 'cuda'"):
+        kernels.set_backend("cuda")
+    with pytest.raises(ValueError, match="threads"):
+        kernels.set_threads(0)
+
+
+def test_without_a_compiler_there_is_one_note_and_the_reference(tmp_path):
+    code = "import kernels; print(kernels.set_backend('native'))"
+    env = {**os.environ, "PATH": "", "VITRINE_CACHE": str(tmp_path), "CXX": ""}
+    root = Path(kernels.__file__).parent
+    result = subprocess.run([sys.executable, "-c", code], env=env, cwd=root, capture_output=True, text=True)
+    assert result.stdout.strip() == "reference", result.stderr
+    assert result.stderr.count("no C++ compiler") == 1
+
+
+@needs_compiler
+def test_a_broken_compiler_is_reported_with_its_words(tmp_path, monkeypatch):
+    monkeypatch.setenv("VITRINE_CACHE", str(tmp_path))
+    with pytest.raises(kernels_native.BuildError, match="no-such-flag"):
+        kernels_native.build(("--no-such-flag",))
+    assert not list(tmp_path.glob("*.so"))
+
+
+@needs_compiler
+def test_the_avx512_version_compiles(tmp_path):
+    source = Path(kernels.__file__).with_name("kernels.cpp")
+    command = ["g++", "-std=c++17", "-O0", "-fsyntax-only", "-Wall", "-march=icelake-server", str(source)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0 and "kernels" not in result.stderr, result.stderr
+
+
+CHILD = """
+import sys, pytest, kernels_native
+kernels_native.load(kernels_native.build(tuple(sys.argv[1].split())))
+print("isa", kernels_native.load())
+chosen = "reference or bits or F62 or F21 or 128 or canonical"
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-k", chosen, *sys.argv[2:]]))
+"""
+
+
+def run_against_build(flags, env=()):
+    """The comparisons with the references in a child process, against a library built with other flags."""
+    tests = Path(__file__).parent
+    files = [str(tests / name) for name in ("test_kernels.py", "test_kernels_attention.py")]
+    result = subprocess.run(
+        [sys.executable, "-c", CHILD, flags, *files],
+        cwd=tests.parent,
+        env={**os.environ, "KERNEL_EXAMPLES": "10", **dict(env)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    return result.stdout
+
+
+@needs_compiler
+def test_the_plain_version_agrees_too():
+    assert "isa plain" in run_against_build("-DVITRINE_PLAIN -O1")
+
+
+@needs_compiler
+def test_no_kernel_touches_memory_it_does_not_own():
+    runtime = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    env = {"LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"}
+    run_against_build("-fsanitize=address -O1", env)
