@@ -119,8 +119,8 @@ class BlockTables:
     def fork(self, seq: Sequence, child: Sequence) -> None:
         """The child points at the same blocks and becomes their owner too.
 
-        The cache is offered the full ones first, so that both stand on them. Offered later by one of the two, they would
-        be the cache's and the other's, and count as evictable while in use.
+        The cache is offered the full ones first, so that both stand on them. Offered later by one of the two, they
+        would count as evictable while the other still uses them.
         """
         self.offer(seq)
         child.num_computed, child.block_table, child.handle = seq.num_computed, list(seq.block_table), seq.handle

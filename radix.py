@@ -200,6 +200,8 @@ class RadixCache:
             node.blocks += run
             node.depth += len(run)
         else:
+            if node.parent is None:
+                self.roots[node.key] = node
             node = Node(node, new, list(run), next(self._numbers))
             node.locks = int(locked)
             self._attach(node)
@@ -258,11 +260,12 @@ class RadixCache:
     # ---- the tree itself
 
     def _root(self, namespace: Hashable) -> Node:
-        if namespace not in self.roots:
-            self.roots[namespace] = Node(None, [], [], next(self._numbers), namespace)
-        return self.roots[namespace]
+        """The namespace's root; a new one is kept from its first lock or block on, so that misses leave nothing."""
+        return self.roots.get(namespace) or Node(None, [], [], next(self._numbers), namespace)
 
     def _lock_one(self, node: Node) -> None:
+        if node.parent is None:
+            self.roots[node.key] = node
         if node.locks == 0:
             self.num_evictable -= len(node.blocks)
         node.locks += 1

@@ -229,19 +229,19 @@ class Scheduler:
             if seq.state == "running":
                 self.tables.offer(seq)
         self._filled.clear()
-        budget = self._continue_running(step)
+        budget, promised = self._continue_running(step)
         if step.stalled and not step.entries and not step.preempted:
             raise RuntimeError(f"no running sequence can grow: one was extended beyond what add() allowed\n{step}")
         if self.waiting and not step.preempted and not step.stalled:
-            self._admit(step, budget)
-        step.balance = (
-            f"free {self.pool.num_free} cached {self.tables.cached} of {self.pool.total}, "
-            f"running {len(self.running)} waiting {len(self.waiting)}"
-        )
+            self._admit(step, budget, promised)
+        step.balance = (self.pool.num_free, self.tables.cached, self.pool.total, len(self.running), len(self.waiting))
         return step
 
-    def _continue_running(self, step: Step) -> int:
-        """Tokens for running sequences: decodes, then prompts under way, each by rank. Returns the budget left."""
+    def _continue_running(self, step: Step) -> tuple[int, int]:
+        """Tokens for running sequences: decodes, then prompts under way, each by rank.
+
+        Returns the budget left and the blocks that the prompts under way still need.
+        """
         size, refs, most = self.block_size, self.pool.refs, 1 + self.lookahead
         budget, prompts = self.max_num_batched_tokens, []
         for seq in list(self.running):
@@ -261,7 +261,7 @@ class Scheduler:
                 seq.step = step.number
                 step.entries.append((seq, n))
                 budget -= n
-        return budget
+        return budget, sum(self.tables.missing(seq) for seq in prompts if seq.state == "running")
 
     def _make_room(self, seq: Sequence, n: int, step: Step) -> int:
         """Blocks for up to n more tokens of a running sequence; preempts if not even one fits. Returns how many."""
@@ -296,11 +296,10 @@ class Scheduler:
         step.preempted.append(seq)
         self._wait(seq)
 
-    def _admit(self, step: Step, budget: int) -> None:
+    def _admit(self, step: Step, budget: int, promised: int) -> None:
         """Start waiting sequences while seats, tokens and blocks last, in order: who does not fit holds up the rest."""
         if not self.running:
             self._filling = True
-        promised = sum(self.tables.missing(seq) for seq in self.running)  # to prompts under way
         while self.waiting and budget and len(self.running) < self.max_num_seqs:
             seq = self.policy.select(self.waiting, self.cache)
             if self.static and not self._filling and not seq.resumed:

@@ -91,7 +91,7 @@ class Step:
     preempted: list[Sequence] = field(default_factory=list)
     cached: list[tuple[Sequence, int]] = field(default_factory=list)  # admitted now, tokens found in the cache
     stalled: bool = False  # a running sequence found no block
-    balance: str = ""
+    balance: tuple[int, ...] = (0, 0, 0, 0, 0)  # blocks free, cached, total; sequences running, waiting
 
     @property
     def num_tokens(self) -> int:
@@ -111,4 +111,5 @@ class Step:
         out += [f"copy {src}->{dst}" for src, dst in self.copies]
         out += [f"swap in {s.id}" for s, _ in self.swap_in]
         out += [f"preempt {s.id} ({'swap' if s.state == 'swapped' else 'recompute'})" for s in self.preempted]
-        return " | ".join(out + [self.balance])
+        out.append("free {} cached {} of {}, running {} waiting {}".format(*self.balance))
+        return " | ".join(out)

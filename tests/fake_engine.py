@@ -85,12 +85,15 @@ class FakeEngine:
 
     # ---- steps
 
-    def step(self, fails=False):
+    def step(self, fails=False, leaves=None):
+        """One step. fails: the run raises. leaves: a sequence whose client goes away while the step runs."""
         scheduler = self.scheduler
         step = self.last_step = scheduler.schedule()
         assert step.entries or not scheduler.has_unfinished(), "a step without progress"
         assert len({seq for seq, _ in step.entries}) == len(step.entries), "a sequence twice in one step"
         assert step.num_tokens <= scheduler.max_num_batched_tokens and len(step.entries) <= scheduler.max_num_seqs
+        for victim in step.preempted:
+            assert any(seq.rank < victim.rank for seq, _ in step.entries), "preempted for nobody better"
         assert step.describe()
         if not fails:
             self._move(step)
@@ -100,9 +103,12 @@ class FakeEngine:
             for seq in scheduler.fail(step):
                 del self.expected[seq]
             return step
+        if leaves is not None:
+            self.end(leaves, scheduler.abort)
         scheduler.computed(step)
         for seq, _ in step.entries:
-            self._sample(seq)
+            if seq.state == "running":
+                self._sample(seq)
         return step
 
     def _move(self, step):
@@ -231,13 +237,11 @@ def check_cache(cache, sequences):
         blocks |= set(node.blocks)
         evictable += 0 if node.locks else len(node.blocks)
         for child in node.children.values():
-            assert (
-                child.parent is node
-                and cache._child(node, [None] * node.depth * cache.block_size + child.tokens) is child
-            )
+            to_the_end = [None] * node.depth * cache.block_size + child.tokens
+            assert child.parent is node and cache._child(node, to_the_end) is child
             stack.append(child)
         if not node.locks and not node.children:
-            assert node.queued, "an unlocked leaf that could never be evicted"
+            assert node.queued, "an unlocked leaf that could never be evicted, or a root that nobody needs"
     assert set(stands) <= set(nodes)
     assert cache.num_blocks == len(blocks) and cache.num_evictable == evictable >= 0
     if hasattr(cache, "table"):

@@ -101,7 +101,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if seq and seq.state == "running" and seq.num_new == 1 and len(seq.tokens) > seq.num_prompt:
             self.engine.rewind(seq, seq.num_prompt + int(keep * (len(seq.tokens) - 1 - seq.num_prompt)))
 
-    @rule(data=st.data(), how=st.sampled_from(["abort", "abort id", "finish", "twice", "fail", "drop cache"]))
+    @rule(data=st.data(), how=st.sampled_from(["abort", "abort id", "finish", "twice", "fail", "leave", "drop cache"]))
     def disturb(self, data, how):
         scheduler = self.engine.scheduler
         if how == "fail" and scheduler.has_unfinished():
@@ -114,6 +114,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 scheduler.abort(seq)
                 scheduler.finish(seq)
             scheduler.abort("nobody")
+        elif how == "leave" and (seq := self.pick(data)):
+            self.engine.step(leaves=seq)
         elif seq := self.pick(data):
             self.engine.end(seq, scheduler.finish if how == "finish" else scheduler.abort, by_id=how == "abort id")
 
@@ -167,6 +169,8 @@ def test_long_random_run(seed):
             engine.step(fails=True)
         elif draw < 0.38:
             scheduler.drop_cache()
+        elif draw < 0.40 and live:
+            engine.step(leaves=rng.choice(live))
         else:
             for seq in running:
                 if rng.random() < 0.4:

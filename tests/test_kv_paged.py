@@ -1,0 +1,188 @@
+"""The block pool against a dictionary, and the KV tensors against plain copies."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+import kv_paged
+from kv_paged import BlockPool, KVCache, OutOfBlocks, block_bytes, blocks_for_budget, blocks_needed, parse_memory
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Owners come and go; `owned` is a list of the blocks each of them holds."""
+
+    @initialize(num_blocks=st.integers(2, 12))
+    def start(self, num_blocks):
+        self.pool, self.owned = BlockPool(num_blocks, 4), []
+
+    def counts(self):
+        held = [block for blocks in self.owned for block in blocks]
+        return [held.count(block) for block in range(self.pool.num_blocks)]
+
+    @rule(n=st.integers(0, 6), adjacent=st.booleans())
+    def take(self, n, adjacent):
+        before = self.counts()
+        free = [block for block in range(1, self.pool.num_blocks) if before[block] == 0]
+        runs = [start for start in free if all(start + i in free for i in range(n))]
+        take = self.pool.allocate_run if adjacent and n else self.pool.allocate
+        if n > len(free) or (adjacent and n and not runs):
+            with pytest.raises(OutOfBlocks):
+                take(n)
+            return
+        blocks = take(n)
+        assert len(set(blocks)) == n and all(before[block] == 0 for block in blocks) and 0 not in blocks
+        if adjacent and n:
+            assert blocks == list(range(runs[0], runs[0] + n))
+        self.owned.append(blocks)
+
+    @rule(data=st.data())
+    def share(self, data):
+        if self.owned:
+            blocks = list(data.draw(st.sampled_from(self.owned)))
+            self.pool.share(blocks)
+            self.owned.append(blocks)
+
+    @rule(data=st.data())
+    def release(self, data):
+        if self.owned:
+            self.pool.release(self.owned.pop(data.draw(st.integers(0, len(self.owned) - 1))))
+
+    @rule(data=st.data())
+    def misuse(self, data):
+        """A free block, or the padding block, can be neither shared nor released."""
+        block = data.draw(st.sampled_from([0] + [b for b, n in enumerate(self.counts()) if n == 0]))
+        with pytest.raises(RuntimeError, match="a bug in the caller"):
+            self.pool.share([block])
+        with pytest.raises(RuntimeError, match="a bug in the caller"):
+            self.pool.release([block])
+
+    @invariant()
+    def books_balance(self):
+        if hasattr(self, "pool"):
+            counts = self.counts()
+            assert [self.pool.ref_count(b) for b in range(1, self.pool.num_blocks)] == counts[1:]
+            assert self.pool.num_free == counts[1:].count(0)
+            assert self.pool.total == self.pool.num_blocks - 1
+
+    def teardown(self):
+        if hasattr(self, "pool"):
+            for blocks in self.owned:
+                self.pool.release(blocks)
+            assert sorted(self.pool.allocate(self.pool.total)) == list(range(1, self.pool.num_blocks))
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_short_pool_is_left_as_it_was():
+    pool = BlockPool(4, 2)
+    pool.allocate(2)
+    with pytest.raises(OutOfBlocks, match="2 blocks wanted, 1 of 3 free"):
+        pool.allocate(2)
+    assert pool.num_free == 1
+
+
+def test_fragments_stop_a_run_but_not_pages():
+    pool = BlockPool(7, 16)
+    pool.allocate_run(6)
+    pool.release([1, 3, 5])
+    with pytest.raises(OutOfBlocks, match="no run of 2 adjacent blocks among the 3 free ones"):
+        pool.allocate_run(2)
+    assert sorted(pool.allocate(3)) == [1, 3, 5]
+
+
+@pytest.mark.parametrize("num_blocks, block_size", [(1, 16), (0, 16), (8, 0), (8, -1)])
+def test_impossible_pools_are_refused(num_blocks, block_size):
+    with pytest.raises(ValueError, match="must be at least 1|at least 2"):
+        BlockPool(num_blocks, block_size)
+
+
+def filled_cache(num_blocks=6, block_size=4, dtype=torch.float32):
+    cache = KVCache(2, num_blocks, block_size, 3, 5, dtype)
+    cache.data.copy_(torch.arange(cache.data.numel()).reshape(cache.data.shape) % 251)
+    return cache
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_tensors_have_the_models_type_and_start_as_zeros(dtype):
+    cache = KVCache(2, 6, 4, 3, 5, dtype)
+    k, v = cache.layer(1)
+    assert k.shape == v.shape == (6, 3, 4, 5) and k.dtype == dtype and not cache.data.any()
+    assert cache.nbytes == 6 * block_bytes(2, 4, 3, 5, dtype.itemsize)
+    k[2] = 1
+    assert cache.data[1, 0, 2].eq(1).all(), "layer() must be a view"
+
+
+@pytest.mark.parametrize("slots", [[5, -1, -1], [-1, 5, -1], [5, 0, 3]])
+def test_F62_padding_never_reaches_a_live_slot(slots):
+    cache = filled_cache()
+    before = cache.data.clone()
+    k, v = torch.full((3, 3, 5), -7.0), torch.full((3, 3, 5), -8.0)
+    cache.write(1, k, v, torch.tensor(slots))
+    changed = (cache.data != before).nonzero()  # [n, (layer, k or v, block, head, offset, dim)]
+    live = {(block, offset) for _, _, block, _, offset, _ in changed.tolist() if block != 0}
+    assert live == {(5 // 4, 5 % 4)}
+    assert cache.data[1, 0, 1, :, 1].eq(-7).all() and cache.data[1, 1, 1, :, 1].eq(-8).all()
+    assert cache.data[:, :, -1].equal(before[:, :, -1]) and cache.data[0].equal(before[0])
+
+
+@given(st.integers(1, 5), st.integers(1, 12), st.randoms(use_true_random=False))
+@settings(max_examples=30, deadline=None)
+def test_what_is_written_through_a_block_table_is_read_back(block_size, n_tokens, random):
+    table = random.sample(range(1, 13), blocks_needed(n_tokens, block_size))
+    cache = KVCache(1, 13, block_size, 2, 3, torch.float32)
+    k, v = torch.randn(n_tokens, 2, 3), torch.randn(n_tokens, 2, 3)
+    slots = torch.tensor([table[p // block_size] * block_size + p % block_size for p in range(n_tokens)])
+    cache.write(0, k, v, slots)
+    read_k, read_v = cache.read(0, table, n_tokens)
+    assert read_k.equal(k) and read_v.equal(v)
+
+
+def test_copies_read_every_source_before_any_write():
+    cache = filled_cache()
+    before = cache.data.clone()
+    cache.copy_blocks([(1, 2), (3, 1)])  # 1 is a source and a target
+    assert cache.data[:, :, 2].equal(before[:, :, 1]) and cache.data[:, :, 1].equal(before[:, :, 3])
+    cache.copy_blocks([])
+    assert cache.data[:, :, 3:].equal(before[:, :, 3:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_swap_round_trip_is_exact(dtype):
+    cache = filled_cache(dtype=dtype)
+    before = cache.data.clone()
+    host = cache.swap_out([4, 2, 5])
+    cache.data[:, :, 1:] = -1
+    cache.swap_in(host, [1, 3])  # only the first two, somewhere else
+    assert cache.data[:, :, 1].equal(before[:, :, 4]) and cache.data[:, :, 3].equal(before[:, :, 2])
+    assert cache.data[:, :, 2].eq(-1).all() and cache.data[:, :, 4:].eq(-1).all()
+    with pytest.raises(ValueError, match="4 blocks to swap in, but the host copy holds 3"):
+        cache.swap_in(host, [1, 2, 3, 4])
+
+
+def test_the_pool_is_sized_from_memory():
+    shape = dict(num_layers=32, block_size=16, kv_heads=8, head_dim=128, itemsize=2)
+    assert block_bytes(**shape) == 16 * 128 * 1024  # a Llama-3-8B shape: 128 KiB a token
+    assert blocks_for_budget(2**30, **shape) == 512
+    assert blocks_for_budget(None, **shape, free=2**32) == 4 * 512 * kv_paged.DEFAULT_MEMORY_SHARE
+    with pytest.raises(ValueError, match="KV memory of 2,097,152 bytes holds 1 blocks .* raise --kv-memory"):
+        blocks_for_budget(2**21, **shape)
+    assert kv_paged.free_memory() > 2**20
+    text = kv_paged.describe_capacity(BlockPool(513, 16), 2048, block_bytes(**shape))
+    assert "512 blocks of 16 tokens = 8,192 tokens" in text and "4.0 requests of the full 2,048 tokens" in text
+
+
+@pytest.mark.parametrize(
+    "text, size", [("4096", 4096), ("2k", 2048), ("1.5G", 3 * 2**29), ("512 MiB", 2**29), ("1TB", 2**40)]
+)
+def test_memory_sizes(text, size):
+    assert parse_memory(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "G", "-1G", "0", "1X", "1e9", "2GG"])
+def test_memory_sizes_that_are_none(text):
+    with pytest.raises(ValueError, match="memory size .*: write a positive number"):
+        parse_memory(text)
