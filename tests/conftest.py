@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import os
 import sys
 from pathlib import Path
 
@@ -12,6 +13,9 @@ ROOT = Path(__file__).resolve().parent.parent
 for folder in (ROOT, ROOT / "tests"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
+
+# Why a test may be skipped. In CI any other skip is a failure: what is not run must not look as if it passed.
+EXPECTED_SKIPS = ("needs a GPU",)
 
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=100, print_blob=True)
 hypothesis.settings.register_profile("deep", deadline=None, max_examples=10_000)
@@ -38,3 +42,11 @@ def smollm2() -> Path:
     import checkpoint
 
     return checkpoint.fetch("smollm2")
+
+
+def pytest_sessionfinish(session, exitstatus):
+    """In CI an unexpected skip fails the run; the reasons stand in pytest's own summary (-ra)."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    skipped = [r.longrepr[2].removeprefix("Skipped: ") for r in reporter.stats.get("skipped", [])] if reporter else []
+    if os.environ.get("CI") and any(not reason.startswith(EXPECTED_SKIPS) for reason in skipped):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -1,0 +1,189 @@
+"""What the engine does in a second, measured so that two programs can be laid side by side.
+
+    python bench.py decode --quant int4 --compile --prompt 512 --gen 128 --batch 1 8 32 --threads 2 --json
+    python bench.py versus --quant int4 --compile --peer "python other_bench.py model.gguf" --rounds 3
+
+Prefill and decode are two numbers, always: prefill is bound by arithmetic, decode by the bytes of the weights. Both are
+measured through the engine as a user drives it, scheduling, sampling and detokenising included:
+
+    prefill   one prompt of --prompt tokens, nothing cached: its tokens over the time to its first answer token
+    decode    --batch sequences with 16-token prompts, --gen tokens each: all their tokens over the time of the steps
+              after the first, so that no prefill is in it
+
+Every figure is printed for every repetition, never only the best one. `versus` alternates with another program
+(A B A B ...) that prints the same JSON keys, because a shared machine drifts: only ratios within one run mean anything.
+Left out: load over HTTP, which is another subject than the speed of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+
+from cli import add_engine_flags, engine_arguments
+from generate import LLM
+from roofline import decode_floor, read_bandwidth
+from sampling_params import SamplingParams
+
+
+def random_prompt(llm: LLM, length: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(100, llm.config.vocab_size - 100) for _ in range(length)]
+
+
+def prefill_rate(llm: LLM, length: int, seed: int) -> float:
+    """Prompt tokens per second, to the first token of the answer."""
+    llm.scheduler.drop_cache()
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    start = time.perf_counter()
+    llm.generate(random_prompt(llm, length, seed), params)
+    return length / (time.perf_counter() - start)
+
+
+def decode_rate(llm: LLM, batch: int, tokens: int) -> float:
+    """Tokens per second of `batch` sequences together, each computing one token a step."""
+    llm.scheduler.drop_cache()
+    params = SamplingParams(temperature=0, max_tokens=tokens + 1, ignore_eos=True)
+    requests = [llm.add(random_prompt(llm, 16, seed), params) for seed in range(batch)]
+    while any(request.first_token is None for request in requests):
+        llm.engine.step()
+    done = sum(len(request.choices[0].token_ids) for request in requests)
+    start = time.perf_counter()
+    while llm.engine.has_work:
+        llm.engine.step()
+    return (batch * (tokens + 1) - done) / (time.perf_counter() - start)
+
+
+def measure(args: argparse.Namespace) -> dict:
+    """The figures of `decode`: load_s, prefill_tok_s and, per batch size, decode_tok_s, one entry per repetition."""
+    llm = LLM(**engine_arguments(args), quiet=False)
+    prefill_rate(llm, args.prompt, seed=0)  # warm-up: pages of the pool are touched, caches filled
+    decode_rate(llm, min(args.batch), 8)
+    prefill = [prefill_rate(llm, args.prompt, seed=1 + i) for i in range(args.repeat)]
+    decode = {str(b): [decode_rate(llm, b, args.gen) for _ in range(args.repeat)] for b in args.batch}
+    bandwidth = read_bandwidth(llm.device)
+    return {
+        "load_s": round(llm.load_s, 3),
+        "prefill_tok_s": [round(rate, 1) for rate in prefill],
+        "decode_tok_s": {b: [round(rate, 1) for rate in rates] for b, rates in decode.items()},
+        "weight_bytes": llm.model.step_bytes,
+        "bandwidth_gb_s": round(bandwidth / 1e9, 2),
+        "floor_tok_s": round(decode_floor(bandwidth, llm.model.step_bytes, 0), 1),
+    }
+
+
+def medians(result: dict) -> dict[str, float]:
+    """One number per row of a table: the medians of a `decode` result."""
+    rows = {"prefill": statistics.median(result["prefill_tok_s"])}
+    return rows | {f"decode x{b}": statistics.median(rates) for b, rates in result["decode_tok_s"].items()}
+
+
+def run_decode(args: argparse.Namespace) -> int:
+    result = measure(args)
+    if args.json:
+        print(json.dumps(result))
+        return 0
+    for name, value in medians(result).items():
+        print(f"{name:12} {value:9.1f} tok/s")
+    share = medians(result).get("decode x1", 0.0) / result["floor_tok_s"]
+    print(
+        f"floor        {result['floor_tok_s']:9.1f} tok/s for one sequence: {result['weight_bytes'] / 1e6:.0f} MB a step "
+        f"at {result['bandwidth_gb_s']} GB/s; reached {share:.0%}"
+    )
+    return 0
+
+
+def run_versus(args: argparse.Namespace) -> int:
+    """Alternate with a peer and print medians of every round and of their ratios."""
+    ours = [sys.executable, __file__, "decode", "--json", *args.forwarded]
+    sizes = ["--prompt", str(args.prompt), "--gen", str(args.gen), "--repeat", str(args.repeat)]
+    sizes += ["--threads", str(args.threads or 2), "--batch", *map(str, args.batch)]
+    rounds = []
+    for i in range(args.rounds):
+        pair = {}
+        for name, command in (("vitrine", ours), ("peer", shlex.split(args.peer))):
+            print(f"round {i + 1}/{args.rounds}: {name} ...", file=sys.stderr, flush=True)
+            done = subprocess.run([*command, *sizes], capture_output=True, text=True)
+            if done.returncode:
+                raise ValueError(f"{name} failed ({shlex.join(command)}): {done.stderr.strip()[-500:]}")
+            pair[name] = medians(json.loads(done.stdout.strip().splitlines()[-1]))
+        rounds.append(pair)
+    rows = {}
+    for row in rounds[0]["vitrine"]:
+        a, b = ([pair[name][row] for pair in rounds] for name in ("vitrine", "peer"))
+        ratios = [x / y for x, y in zip(a, b, strict=True)]
+        rows[row] = {
+            "vitrine": statistics.median(a),
+            "peer": statistics.median(b),
+            "ratio": round(statistics.median(ratios), 2),
+            "ratios": [round(r, 2) for r in ratios],
+        }
+    if args.json:
+        print(json.dumps(rows))
+        return 0
+    print(f"{'':12} {'vitrine':>9} {'peer':>9}   ratio (of each round)")
+    for row, r in rows.items():
+        print(f"{row:12} {r['vitrine']:9.1f} {r['peer']:9.1f}   {r['ratio']:.2f} {r['ratios']}")
+    return 0
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("bench.py", description="Measure the vitrine engine.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, run, about in (
+        ("decode", run_decode, "tokens per second of prefill and of decode at several batch sizes"),
+        ("versus", run_versus, "the same, in turn with another program"),
+    ):
+        sub = commands.add_parser(name, help=about)
+        sub.set_defaults(run=run)
+        sub.add_argument("--prompt", type=int, default=512, metavar="N", help="prompt tokens of the prefill figure")
+        sub.add_argument("--gen", type=int, default=128, metavar="N", help="tokens each sequence decodes")
+        sub.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], metavar="B")
+        sub.add_argument("--repeat", type=int, default=3, metavar="N")
+        sub.add_argument("--json", action="store_true")
+        add_engine_flags(sub)
+        if name == "versus":
+            sub.add_argument("--peer", required=True, metavar="COMMAND", help="prints the same JSON keys as decode")
+            sub.add_argument("--rounds", type=int, default=3, metavar="N")
+    argv = sys.argv[1:] if argv is None else argv
+    args = parser.parse_args(argv)
+    for name in ("prompt", "gen", "repeat"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
+    if min(args.batch) < 1:
+        parser.error(f"--batch takes sizes of at least 1, got {args.batch}")
+    args.max_num_seqs = max(args.max_num_seqs, *args.batch)
+    args.max_num_batched_tokens = max(args.max_num_batched_tokens, args.prompt)
+    args.forwarded = engine_flags(args)
+    return args
+
+
+def engine_flags(args: argparse.Namespace) -> list[str]:
+    """The engine's arguments as the flags that would have given them, for the child process of `versus`."""
+    flags = []
+    for name, value in engine_arguments(args).items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(flag if value else "--no-" + flag[2:])
+        elif value is not None and name != "threads":
+            flags += [flag, str(value)]
+    return flags
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    try:
+        return args.run(args)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
