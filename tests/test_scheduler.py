@@ -8,8 +8,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from scheduler import RequestTooLong, Sequence
-
 CHOICES = {
     "num_blocks": [4, 7, 9, 11, 14],
     "block_size": [1, 2, 4],
