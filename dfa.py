@@ -46,12 +46,13 @@ def too_large(what: str) -> GrammarError:
 class Dfa:
     """table int32 [states, classes], byte_class uint8 [256], accepting bool [states]; state 0 is dead, 1 the start."""
 
-    def __init__(self, table: np.ndarray, byte_class: np.ndarray, accepting: np.ndarray) -> None:
+    def __init__(self, table: np.ndarray, byte_class: np.ndarray, accepting: np.ndarray, cost: int = 0) -> None:
         # bytes that no state tells apart share a column
         columns, merged = np.unique(table, axis=1, return_inverse=True)
         self.table = np.ascontiguousarray(columns, dtype=np.int32)
         self.byte_class = merged.reshape(-1)[byte_class].astype(np.uint8)
         self.accepting = accepting
+        self.cost = cost  # edges looked at while it was built
         self._flat = memoryview(self.table.reshape(-1))  # single numbers are read faster from it than from numpy
         self._class = self.byte_class.tolist()
         self._ranges: list[list[tuple[int, int, int]]] | None = None
@@ -100,8 +101,10 @@ def to_dfa(node: Node) -> Dfa:
 def _closures(nfa: Nfa):
     """state -> the states that silent edges reach from it; only those that read a byte or end the text matter."""
     known: dict[int, frozenset[int]] = {}
+    work = 0
 
     def closure(state: int) -> frozenset[int]:
+        nonlocal work
         if state not in known:
             seen, stack = {state}, [state]
             while stack:
@@ -109,6 +112,9 @@ def _closures(nfa: Nfa):
                     if target not in seen:
                         seen.add(target)
                         stack.append(target)
+            work += len(seen)
+            if work > MAX_WORK:
+                raise too_large("the optional parts that follow each other")
             known[state] = frozenset(s for s in seen if s == 0 or nfa.edges[s]) if len(seen) > 1 else frozenset(seen)
         return known[state]
 
@@ -153,7 +159,7 @@ def _subsets(nfa: Nfa, start: int) -> Dfa:
             raise too_large("the pattern's deterministic form")
     widths = np.diff(cuts)
     byte_class = np.repeat(np.arange(len(widths)), widths).astype(np.uint8)
-    return Dfa(np.array(rows, np.int32), byte_class, np.array([0 in m for m in members]))
+    return Dfa(np.array(rows, np.int32), byte_class, np.array([0 in m for m in members]), work)
 
 
 def _split(edges):
@@ -192,7 +198,7 @@ def merge_states(dfa: Dfa) -> Dfa:
     merged[order] = order[block[table[member]]]
     ends = np.empty(count, bool)
     ends[order] = accepting[member]
-    return Dfa(merged, dfa.byte_class, ends)
+    return Dfa(merged, dfa.byte_class, ends, dfa.cost)
 
 
 def product(left: Dfa, right: Dfa, minus: bool = False) -> Dfa:
@@ -216,7 +222,8 @@ def product(left: Dfa, right: Dfa, minus: bool = False) -> Dfa:
             raise too_large("a combination of two constraints")
     a, b = np.array([(DEAD, DEAD), *todo]).T
     accepting = left.accepting[a] & (right.accepting[b] ^ minus)
-    return merge_states(_trim(Dfa(np.array(rows, np.int32), byte_class, accepting)))
+    cost = left.cost + right.cost + len(todo) * len(classes)
+    return merge_states(_trim(Dfa(np.array(rows, np.int32), byte_class, accepting, cost)))
 
 
 def _trim(dfa: Dfa) -> Dfa:
@@ -237,4 +244,4 @@ def _trim(dfa: Dfa) -> Dfa:
     kept = live.copy()
     kept[[DEAD, START]] = True  # the two fixed numbers stay, whatever else goes
     renumber = np.cumsum(kept) - 1
-    return Dfa(renumber[table[kept]], dfa.byte_class, dfa.accepting[kept])
+    return Dfa(renumber[table[kept]], dfa.byte_class, dfa.accepting[kept], dfa.cost)

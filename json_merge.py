@@ -27,8 +27,9 @@ from __future__ import annotations
 import json
 import math
 from decimal import Decimal
+from functools import lru_cache
 
-from dfa import to_dfa
+from dfa import Dfa, to_dfa
 from json_text import FORMATS, MAX_MULTIPLE, string
 from regular import GrammarError, Node
 
@@ -200,12 +201,19 @@ def satisfies(value, plain: dict, where: str) -> bool:
             f"{where}: {min(beside)} beside an enum of arrays or objects is not supported; shorten the enum"
         )
     if name == "string":
-        return to_dfa(string_of(plain)).accepts(json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+        return _string_automaton(string_of(plain)).accepts(
+            json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        )
     exact = Decimal(repr(value))
     (low, low_open), (high, high_open) = plain.get("low", (exact, False)), plain.get("high", (exact, False))
     above = exact > low or exact == low and not low_open
     below = exact < high or exact == high and not high_open
     return above and below and value % plain.get("multipleOf", 1 if name == "integer" else value or 1) == 0
+
+
+@lru_cache(maxsize=16)
+def _string_automaton(node: Node) -> Dfa:
+    return to_dfa(node)
 
 
 def string_of(plain: dict) -> Node:
@@ -229,7 +237,8 @@ def merge(left: dict, right: dict) -> dict | None:
         if keyword == "type":
             merged[keyword] = frozenset(n for n in a | b if _allows_type(a, n) and _allows_type(b, n))
         elif keyword == "enum":
-            merged[keyword] = [v for v in a if any(same(v, w) for w in b)]
+            keys = set(map(_key, b))
+            merged[keyword] = [v for v in a if _key(v) in keys]
         elif keyword in ("low", "high"):
             merged[keyword] = _tighter(keyword, a, b)
         elif keyword in COUNTS:
@@ -277,7 +286,8 @@ def escapes(left: dict, right: dict, branches, left_trail: tuple, right_trail: t
     branches(schema, where, trail) resolves the schemas of properties (it is the compiler's)."""
     if "enum" in left or "enum" in right:
         values = [v for v in left.get("enum", right.get("enum")) if _may_hold(v, left) and _may_hold(v, right)]
-        return not any("enum" not in right or any(same(v, w) for w in right["enum"]) for v in values)
+        keys = set(map(_key, right.get("enum", values)))
+        return not any(_key(v) in keys for v in values)
     common = _expanded(types_of(left) or frozenset(TYPES)) & _expanded(right.get("type", frozenset(TYPES)))
     for name in common:
         if name == "object":

@@ -44,7 +44,7 @@ import json
 from functools import lru_cache
 from urllib.parse import unquote
 
-from dfa import Dfa, to_dfa
+from dfa import MAX_WORK, Dfa, to_dfa
 from json_merge import close_against, escapes, merge, normalise, satisfies, string_of, types_of
 from json_text import (
     AFTER_MARK,
@@ -58,10 +58,10 @@ from json_text import (
     object_of,
     string,
 )
-from regular import EMPTY, GrammarError, Node, alt, machine, repeat, seq, text
+from regular import EMPTY, GrammarError, Machine, Node, alt, machine, repeat, seq, text
 
 ANY_DEPTH, REFERENCE_DEPTH = 4, 4
-MAX_VISITS, MAX_BRANCHES = 20_000, 256  # schemas looked at, plain schemas one schema may become
+MAX_VISITS, MAX_BRANCHES = 30_000, 256  # schemas looked at, plain schemas one schema may become
 
 
 def compile_json_schema(schema: dict | bool | str, blanks: str = "flexible") -> Dfa:
@@ -107,9 +107,15 @@ def overlapping(where: str, i: int, j: int) -> GrammarError:
     )
 
 
+def too_many(where: str) -> GrammarError:
+    return GrammarError(
+        f"{where}: more than {MAX_BRANCHES} combinations of alternatives; use fewer, or enum for constants"
+    )
+
+
 class _Compiler:
     def __init__(self, root, blanks: str) -> None:
-        self.root, self.blanks, self.visits = root, blanks, 0
+        self.root, self.blanks, self.visits, self.work = root, blanks, 0, 0
 
     def value(self, schema, where: str, trail: tuple[str, ...]) -> Node:
         """The tree of a schema found at `where`, reached through the references of `trail`."""
@@ -143,6 +149,8 @@ class _Compiler:
                 if keyword == "oneOf":
                     self.separate(options, where)
                 found = [branch for option in options for branch in option]
+                if len(found) > MAX_BRANCHES:
+                    raise too_many(where)
         return found
 
     def listed(self, schema: dict, keyword: str, where: str) -> list:
@@ -153,9 +161,7 @@ class _Compiler:
 
     def combine(self, left: list, right: list, where: str) -> list:
         if len(left) * len(right) > MAX_BRANCHES:
-            raise GrammarError(
-                f"{where}: more than {MAX_BRANCHES} combinations of alternatives; use fewer anyOf inside allOf"
-            )
+            raise too_many(where)
         merged = [(merge(a, b), max(s, t, key=len)) for a, s in left for b, t in right]
         return [(plain, trail) for plain, trail in merged if plain is not None]
 
@@ -203,11 +209,20 @@ class _Compiler:
             "boolean": lambda: alt(text("true"), text("false")),
             "integer": lambda: self.number(plain, integer=True),
             "number": lambda: self.number(plain, integer="multipleOf" in plain),
-            "string": lambda: string_of(plain),
+            "string": lambda: self.counted(string_of(plain), where),
             "array": lambda: self.array(plain, where, trail),
             "object": lambda: self.object(plain, where, trail),
         }
         return alt(*(writers[name]() for name in writers if name in types))
+
+    def counted(self, node: Node, where: str) -> Node:
+        """A string, whose automata are already built: many patterns that are each within the limits may be too many."""
+        self.work += sum(part.dfa.cost for part in node.parts if isinstance(part, Machine))
+        if self.work > MAX_WORK:
+            raise GrammarError(
+                f"{where}: the patterns up to here are too large taken together; use fewer or simpler ones"
+            )
+        return node
 
     def number(self, plain: dict, integer: bool) -> Node:
         low, low_open = plain.get("low", (None, False))
@@ -248,7 +263,7 @@ class _Compiler:
             members.append((constant(name, self.blanks), value, int(name in required), 1))
         low, high = self.extra_bounds(plain, [m[2] for m in members if m[1] is not EMPTY], extra is not False, where)
         if extra is not False and high != 0:
-            key = string(without=tuple(declared | undeclared))
+            key = self.counted(string(without=tuple(declared | undeclared)), where)
             members.append((key, self.inner_value(extra, f"{where}/additionalProperties", trail), low, high))
         elif low:
             return EMPTY

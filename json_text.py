@@ -130,8 +130,9 @@ def free_content() -> Dfa:
     return to_dfa(seq(repeat(seq(blank, other), 0), blank))
 
 
+@lru_cache(maxsize=64)
 def string(min_length: int = 0, max_length: int | None = None, patterns=(), formats=(), without=()) -> Node:
-    """A quoted string. `without` are contents it must not have (the property names already taken)."""
+    """A quoted string. `without` are contents it must not have (the property names already taken). All are tuples."""
     parts = [to_dfa(escaped(parse(pattern, search=True))) for pattern in patterns]
     parts += [to_dfa(escaped(parse(FORMATS[name]))) for name in formats]
     if without:

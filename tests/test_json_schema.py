@@ -62,6 +62,7 @@ CASES = [
     ),
     ({"type": "number", "exclusiveMaximum": 5}, [4.9, 0, -7.25], [5, 5.0, 6]),
     ({"type": "integer", "minimum": 1e300}, None, None),
+    ({"allOf": [{"minimum": 3}, {"exclusiveMinimum": 3}, {"type": "integer"}]}, [4], [3]),
     ({"type": "integer", "maximum": 1e300, "minimum": 7}, [7, 10**18], [6]),
     ({"type": "integer", "multipleOf": 7}, [0, 7, -14, 700], [1, 13, -6]),
     ({"type": "number", "multipleOf": 5, "minimum": 12, "maximum": 50}, [15, 20, 50], [10, 12, 55, 12.5]),
@@ -370,8 +371,9 @@ def test_F57_exploding_schemas_are_refused_after_bounded_work():
     deep = {}
     for _ in range(3000):
         deep = {"items": deep}
-    for schema in (wide, pairs, deep):
-        with pytest.raises(GrammarError, match="unfolds|combinations|too large|too long|too deeply"):
+    heavy = {"properties": {str(n): {"pattern": f"^(a|b)*a(a|b){{7}}{n}$"} for n in range(200)}}
+    for schema in (wide, pairs, deep, heavy):
+        with pytest.raises(GrammarError, match="unfolds|combinations|too large|too long|too deeply|taken together"):
             compile_json_schema(schema)
     with pytest.raises(GrammarError, match="blanks"):
         compile_json_schema({}, blanks="none")

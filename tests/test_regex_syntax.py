@@ -105,7 +105,8 @@ def test_F57_malformed_or_unsupported_patterns_are_refused_by_name(pattern, mess
 
 
 @pytest.mark.parametrize(
-    "pattern", ["(a|b)*a(a|b){30}", "((a{0,300}){0,300}){0,300}", "(.*a){500}b", "a{999999}", "(?:a{1,900}){900}"]
+    "pattern",
+    ["(a|b)*a(a|b){30}", "((a{0,300}){0,300}){0,300}", "(.*a){500}b", "(a?){3000}", "a{999999}", "(?:a{1,900}){900}"],
 )
 def test_F57_exploding_patterns_are_refused_after_bounded_work(pattern):
     with pytest.raises(GrammarError, match="too large|too long"):

@@ -227,6 +227,13 @@ def test_jumps_leave_out_a_last_token_that_may_merge():
     assert guide.jump(guide.start, encode, "") == [300, ord("a") + 1]
 
 
+def test_jumps_wait_where_a_token_reaches_across_the_beginning_of_the_run():
+    guide = TokenGuide(compile_regex('x",,(b|c)'), JUMP_VOCAB, [EOS])
+    state = guide.dfa.run(guide.start, b'x"')
+    assert guide.forced(state) == b",," and guide.jump(state, encode, 'x"') == []
+    assert guide.jump(guide.dfa.run(state, b","), encode, 'x",') == [ord(",") + 1]
+
+
 def test_jumps_never_begin_or_end_inside_a_character():
     guide = TokenGuide(compile_regex("é[😀-🙏]x"), JUMP_VOCAB, [EOS])
     assert guide.forced(guide.start) == "é".encode() + b"\xf0\x9f"
