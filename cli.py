@@ -210,7 +210,7 @@ def run_chat(llm: LLM, args: argparse.Namespace) -> int:
         print()
         messages.append({"role": "assistant", "content": request.choices[0].text})
         print(
-            f"[{len(request.prompt_ids)} prompt tokens, {request.choices[0].seq.num_cached} of them cached]",
+            f"[{len(request.prompt_ids)} prompt tokens, {request.num_cached_tokens} of them cached]",
             file=sys.stderr,
         )
 

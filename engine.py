@@ -32,7 +32,8 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from kv_paged import KVCache
+from beam import BeamSearch, Heir
+from kv_paged import KVCache, blocks_needed
 from model import Batch, Transformer
 from request import Choice, Delta, Request
 from sampling import Sampled, SamplerState, prompt_logprobs, sample
@@ -83,6 +84,7 @@ class Engine:
         params.check_vocab(vocab)
         room = max(context - len(prompt_ids), 1)  # a prompt that is too long is the scheduler's to refuse
         limit = room if params.max_tokens is None else min(params.max_tokens, room)
+        self._check_beams(params, len(prompt_ids) + limit)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
         request = Request(next(self.ids), list(prompt_ids), params, limit, stop_ids, self.tokenizer, prompt)
         seq = Sequence(
@@ -97,13 +99,31 @@ class Engine:
         seed = self.seeds.getrandbits(63) if params.seed is None else params.seed
         state = SamplerState(params, prompt_ids, 0, seed, sorted(self.eos_token_ids))
         seq.request = Choice(request, 0, seq, state)
+        request.seq = seq
         request.choices.append(seq.request)
+        if params.beam_width:
+            request.beams = BeamSearch(request, seq.request)
         self.requests[request.id] = request
         return request
 
     def abort(self, request: Request) -> list[Delta]:
         """Stop a request wherever it is; its blocks are free at once. Finished or unknown: nothing happens."""
         return self._end(request, "abort") if self.requests.get(request.id) is request else []
+
+    def _check_beams(self, params: SamplingParams, length: int) -> None:
+        """All beams of a search must run side by side, or those in the pool would wait for those outside it."""
+        if params.beam_width is None:
+            return
+        if params.stop:
+            raise ValueError(f"stop={params.stop} with beam_width: a beam search ends at tokens; use stop_token_ids")
+        scheduler = self.scheduler
+        needed = params.beam_width * blocks_needed(length, scheduler.block_size)
+        if params.beam_width > scheduler.max_num_seqs or needed > scheduler.pool.total:
+            raise ValueError(
+                f"beam_width={params.beam_width} at {length} tokens needs {params.beam_width} seats and {needed} blocks; "
+                f"there are max_num_seqs={scheduler.max_num_seqs} and {scheduler.pool.total} blocks: lower beam_width or "
+                "max_tokens, or raise max_num_seqs or --kv-memory"
+            )
 
     @property
     def has_work(self) -> bool:
@@ -124,10 +144,11 @@ class Engine:
             rows = self._wanted_rows(step)
             logits = self.run_model(build_batch(step, rows, self.scheduler.block_size, self.model.norm.device))
             self.scheduler.computed(step)
-            results = self._read_logits(step, rows, logits)
+            searches, results = self._read_logits(step, rows, logits)
         except Exception as error:  # whatever went wrong, it went wrong for the requests of this step
             return self._fail([seq.request.request for seq, _ in step.entries], error)
-        return [delta for choice, result in results for delta in self._accept(choice, result)]
+        deltas = [delta for choice, result in results for delta in self._accept(choice, result)]
+        return deltas + [delta for request in searches for delta in self._advance_beams(request)]
 
     def _move_blocks(self, step: Step) -> None:
         for seq, blocks in step.swap_out:
@@ -151,24 +172,60 @@ class Engine:
             wanted.append(range(first, end))
         return wanted
 
-    def _read_logits(self, step: Step, rows: list[range], logits: torch.Tensor) -> list[tuple[Choice, object]]:
-        """Score prompts, fork parallel answers, and sample every sequence that has caught up."""
-        ready, last_rows, row = [], [], 0
+    def _read_logits(self, step: Step, rows: list[range], logits: torch.Tensor) -> tuple[list[Request], list[tuple]]:
+        """Score prompts, fork parallel answers, and sample every sequence that has caught up.
+
+        Returns the beam searches that now have all their logits, and (choice, Sampled or error) of everyone else.
+        """
+        searches, ready, last_rows, row = [], [], [], 0
         for (seq, _), wanted in zip(step.entries, rows, strict=True):
             choice, request = seq.request, seq.request.request
             if request.params.prompt_logprobs is not None and wanted:
                 self._score_prompt(request, wanted, logits[row : row + len(wanted)])
             row += len(wanted)
-            if seq.num_new == 0 and choice.finish_reason is None:
+            if seq.num_new == 0 and request.beams is not None and request.max_tokens > 0:
+                if request.beams.offer(choice, logits[row - 1].clone()):
+                    searches.append(request)
+            elif seq.num_new == 0 and choice.finish_reason is None:
                 caught_up = [choice]
                 while len(request.choices) < request.width:
                     caught_up.append(self._fork(request, seq))
                 ready += caught_up
                 last_rows += [row - 1] * len(caught_up)
         if not ready:
-            return []
+            return searches, []
         picked = logits if last_rows == list(range(len(logits))) else logits[last_rows]
-        return list(zip(ready, sample(picked, [choice.state for choice in ready]), strict=True))
+        return searches, list(zip(ready, sample(picked, [choice.state for choice in ready]), strict=True))
+
+    def _advance_beams(self, request: Request) -> list[Delta]:
+        """One step of a beam search: heirs go on or are forked off, beams without heirs end, and so may the search."""
+        search = request.beams
+        try:
+            heirs = search.choose()
+            if not heirs and not search.finished:
+                raise ValueError("no continuation is possible: logit_bias forbids every token")
+        except ValueError as error:
+            return self._fail([request], error)
+        request.first_token = request.first_token or time.perf_counter()
+        beams: dict[Choice, Heir] = {}
+        for heir in heirs:  # the first heir goes on in its parent's sequence, the others in forks of it
+            beam = self._fork(request, heir.parent.seq) if heir.parent in beams else heir.parent
+            beam.logprobs = list(heir.parent.logprobs)
+            beams[beam] = heir
+        for beam in search.live:
+            if beam not in beams:
+                self.scheduler.finish(beam.seq)
+        for beam, heir in beams.items():
+            beam.state.commit(heir.sampled.token)
+            beam.seq.tokens.append(heir.sampled.token)
+            beam.logprobs.append(heir.sampled)
+        search.live = {beam: heir.score for beam, heir in beams.items()}
+        request.choices = list(beams)
+        if beams:
+            return []
+        request.choices, deltas = search.answers()
+        self._close_if_finished(request)
+        return deltas
 
     def _accept(self, choice: Choice, result: Sampled | ValueError) -> list[Delta]:
         """Give a choice its token. Whatever goes wrong here is the fault of this request alone."""
@@ -227,7 +284,6 @@ class Engine:
         return deltas
 
     def _close_if_finished(self, request: Request) -> None:
-        request.num_cached_tokens = request.choices[0].seq.num_cached
         if request.finished:
             request.finished_at = time.perf_counter()
             self.requests.pop(request.id, None)

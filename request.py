@@ -22,10 +22,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from sampling import Sampled, SamplerState
 from sampling_params import SamplingParams
 from tokenizer import StopChecker, Tokenizer
+
+if TYPE_CHECKING:
+    from beam import BeamSearch
+    from sequence import Sequence
 
 
 @dataclass
@@ -83,30 +88,36 @@ class Request:
     prompt: str | None = None
     choices: list[Choice] = field(default_factory=list)
     prompt_logprobs: list[Sampled | None] = field(default_factory=lambda: [None])  # nothing predicts the first token
-    num_cached_tokens: int = 0
+    seq: Sequence | None = None  # the one that computes the prompt
     arrival: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
     finished_at: float | None = None
+    beams: BeamSearch | None = None  # of beam.py
 
     @property
     def finished(self) -> bool:
         return all(choice.finish_reason is not None for choice in self.choices)
 
     @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that the prefix cache had."""
+        return self.seq.num_cached
+
+    @property
     def width(self) -> int:
-        """How many answers are drawn: best_of of them, of which the n best are returned."""
-        return self.params.best_of or self.params.n
+        """How many answers are drawn: best_of of them, of which the n best are returned. A beam search draws none."""
+        return 1 if self.params.beam_width else self.params.best_of or self.params.n
 
     def output(self) -> RequestOutput:
         choices = self.choices
         if self.width > self.params.n:  # best_of: the likeliest per token first
-            choices = sorted(choices, key=lambda c: -c.cumulative_logprob / max(1, len(c.token_ids)))[: self.params.n]
+            choices = sorted(choices, key=lambda c: -c.cumulative_logprob / max(1, len(c.token_ids)))
         return RequestOutput(
             request_id=self.id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_ids,
             prompt_logprobs=self.prompt_logprobs if self.params.prompt_logprobs is not None else None,
-            outputs=[choice.output(i) for i, choice in enumerate(choices)],
+            outputs=[choice.output(i) for i, choice in enumerate(choices[: self.params.n])],
             num_cached_tokens=self.num_cached_tokens,
             ttft_s=self.first_token and self.first_token - self.arrival,
             total_s=self.finished_at and self.finished_at - self.arrival,

@@ -277,13 +277,13 @@ class Scheduler:
         self.copies += len(copies)
         return n
 
-    def _preempt(self, seq: Sequence, step: Step) -> None:
+    def _preempt(self, seq: Sequence, step: Step, swap: bool = True) -> None:
         """Take a running sequence's blocks away and put it at the head of the queue. Tokens are kept."""
         self.running.remove(seq)
         used = seq.block_table[: blocks_needed(seq.num_computed, self.block_size)]
         self.tables.release(seq)
         fits = self.max_swap_blocks is None or self.swapped_blocks + len(used) <= self.max_swap_blocks
-        if self.preemption == "swap" and used and fits:
+        if swap and self.preemption == "swap" and used and fits:
             seq.state, seq.num_host_blocks = "swapped", len(used)
             self.swapped_blocks += len(used)
             self.swaps += 1

@@ -1,4 +1,4 @@
-"""What every test shares: the flat modules on the path, hypothesis profiles, and the PyPI `gguf` package as an oracle."""
+"""What every test shares: the flat modules on the path, hypothesis profiles, the PyPI `gguf` package as an oracle."""
 
 import functools
 import importlib

@@ -1,0 +1,115 @@
+"""Beam search: keep the B likeliest answers so far, not the likeliest next token.
+
+The problem. The greedy token of each step need not lie on the likeliest sequence: a step that looks second best can be
+the way to a better whole.
+
+The idea. Hold B partial answers. Extend each by every token, add log-probabilities, keep the B best of all B x vocab
+sums. One of them may have two heirs and another none, so a step is forks and ends, which paged KV makes nearly free:
+heirs share their past by reference, and copy only the block they write.
+
+    scores        A -1.0 ─┬─ "cat" -1.4   kept, A goes on
+                          └─ "dog" -1.6   kept, a fork of A
+                  B -1.5 ─┬─ "</s>" -1.9  a finished answer, it leaves the search
+                          └─ "ran" -3.0   cut; B has no heir and gives its blocks back
+
+All beams of a request must have their logits before one can be chosen over another, so a beam that is early waits; the
+scheduler sees it as a sequence with nothing to compute. Finished answers are ranked by log-probability over length. The
+search ends when no live beam can beat the B best finished ones any more, which is safe to say because a sum of
+log-probabilities only falls.
+
+Sources: Sutskever et al. 2014 (arXiv:1409.3215, section 3.2); Wu et al. 2016 (arXiv:1609.08144, section 7) for the
+division by length; vLLM (Kwon et al. 2023, section 4.4) for beams as forks of a block table.
+Left out: diverse beams, sampling inside the search, stop strings (refused: they are found in text, not in tokens).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from request import Choice, Delta, Request
+from sampling import Sampled, SamplerState, beam_score, beam_step, process_logits, row_errors, score
+
+
+@dataclass
+class Heir:
+    """One kept continuation: `parent` goes on with `sampled`, its sum of log-probabilities is then `score`."""
+
+    parent: Choice
+    sampled: Sampled
+    score: float
+
+
+class BeamSearch:
+    """The search of one request: collects a row of logits per live beam, then says who goes on with what."""
+
+    def __init__(self, request: Request, first: Choice):
+        self.request, self.width = request, request.params.beam_width
+        self.live: dict[Choice, float] = {first: 0.0}  # beam -> its sum of log-probabilities
+        self.pending: dict[Choice, torch.Tensor] = {}  # beam -> raw logits [V] of its next token
+        self.finished: list[tuple[float, list[Sampled]]] = []  # (rank score, the whole answer)
+
+    def offer(self, beam: Choice, logits: torch.Tensor) -> bool:
+        """Give a live beam its row; True once all beams have theirs. A beam computed again simply offers again."""
+        self.pending[beam] = logits
+        return len(self.pending) == len(self.live)
+
+    def choose(self) -> list[Heir]:
+        """The heirs of this step, best first; none means the search is over. Raises ValueError for unusable logits."""
+        beams = list(self.live)
+        raw = torch.stack([self.pending.pop(beam) for beam in beams]).float()  # [B, V]
+        processed = process_logits(raw, [beam.state for beam in beams])
+        for error in row_errors(raw, processed):
+            if error is not None:
+                raise error
+        best = beam_step(processed.double().log_softmax(-1), list(self.live.values()), 2 * self.width)
+        heirs = []
+        for rank, (b, token, total) in enumerate(best):
+            sampled = score(raw[b], token, self.request.params.logprobs)
+            if token in self.request.stop_ids:
+                if rank < self.width:
+                    self._finish(beams[b], sampled, total)
+            elif len(heirs) < self.width:
+                heirs.append(Heir(beams[b], sampled, total))
+        length = beams[0].state.n_output + 1
+        if length == self.request.max_tokens:
+            for heir in heirs:
+                self._finish(heir.parent, heir.sampled, heir.score)
+            return []
+        return [] if self._settled(heirs) else heirs
+
+    def _finish(self, beam: Choice, last: Sampled, total: float) -> None:
+        answer = [*beam.logprobs, last]
+        self.finished.append((beam_score(total, len(answer)), answer))
+
+    def _settled(self, heirs: list[Heir]) -> bool:
+        """Whether even the best heir, at the greatest length, would rank below `width` finished answers."""
+        if len(self.finished) < self.width or not heirs:
+            return not heirs
+        worst_kept = sorted(rank for rank, _ in self.finished)[-self.width]
+        return beam_score(heirs[0].score, self.request.max_tokens) <= worst_kept
+
+    def answers(self) -> tuple[list[Choice], list[Delta]]:
+        """The n best finished answers as choices of the request, and a delta for each, its whole text in one."""
+        best = sorted(self.finished, key=lambda item: -item[0])[: self.request.params.n]
+        choices, deltas = [], []
+        for index, (_, answer) in enumerate(best):
+            choice = Choice(self.request, index, None, SamplerState(self.request.params, self.request.prompt_ids))
+            deltas.append([choice.accept(sampled) for sampled in answer])
+            choices.append(choice)
+        return choices, [merged(parts) for parts in deltas]
+
+
+def merged(parts: list[Delta]) -> Delta:
+    """Several deltas of one answer as one."""
+    last = parts[-1]
+    return Delta(
+        last.request,
+        last.index,
+        "".join(part.text for part in parts),
+        [token for part in parts for token in part.token_ids],
+        [sampled for part in parts for sampled in part.logprobs],
+        last.finish_reason,
+        last.stop_reason,
+    )
