@@ -18,8 +18,8 @@ another choice among the candidates (beam.py).
 Failures stay where they belong: a request that is wrong is refused before it is queued, a row of bad logits ends its
 own request, a step that raises ends the requests in it. The others go on, and every block is accounted for.
 
-Sources: Orca (Yu et al. 2022, section 4), vLLM (Kwon et al. 2023, section 4). Left out: threads; the engine is driven by
-whoever calls step(), and serve.py gives it a thread of its own.
+Sources: Orca (Yu et al. 2022, section 4), vLLM (Kwon et al. 2023, section 4). Left out: threads; the engine is driven
+by whoever calls step().
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ class Engine:
         needed = params.beam_width * blocks_needed(length, scheduler.block_size)
         if params.beam_width > scheduler.max_num_seqs or needed > scheduler.pool.total:
             raise ValueError(
-                f"beam_width={params.beam_width} at {length} tokens needs {params.beam_width} seats and {needed} blocks; "
-                f"there are max_num_seqs={scheduler.max_num_seqs} and {scheduler.pool.total} blocks: lower beam_width or "
+                f"beam_width={params.beam_width} at {length} tokens needs as many seats and {needed} blocks; there are "
+                f"max_num_seqs={scheduler.max_num_seqs} and {scheduler.pool.total} blocks: lower beam_width or "
                 "max_tokens, or raise max_num_seqs or --kv-memory"
             )
 

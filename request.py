@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class CompletionOutput:
-    """One answer. `finish_reason` is "stop", "length", "abort" or "error"; `stop_reason` the string or id that stopped it."""
+    """One answer. `finish_reason` is "stop", "length", "abort" or "error"; `stop_reason` what stopped it, string or id."""
 
     index: int
     text: str
@@ -49,7 +49,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """All answers to one prompt, as vLLM arranges them. Times are seconds since the request arrived, None if it never came."""
+    """All answers to one prompt, as vLLM arranges them. Times are seconds from its arrival, None if it never came so far."""
 
     request_id: int
     prompt: str | None

@@ -230,10 +230,13 @@ class Scheduler:
                 self.tables.offer(seq)
         self._filled.clear()
         budget, promised = self._continue_running(step)
-        if step.stalled and not step.entries and not step.preempted:
-            raise RuntimeError(f"no running sequence can grow: one was extended beyond what add() allowed\n{step}")
         if self.waiting and not step.preempted and not step.stalled:
             self._admit(step, budget, promised)
+        if self.running and not step.entries and not step.preempted and (self.waiting or step.stalled):
+            if not any(seq.num_new == 0 for seq in self.running):
+                raise RuntimeError(f"no sequence can go on: one was extended beyond what add() allowed\n{step}")
+            # Those with nothing to compute wait for a relative (a beam) that has no seat or no block: make room for it.
+            self._preempt(self.running[-1], step)
         step.balance = (self.pool.num_free, self.tables.cached, self.pool.total, len(self.running), len(self.waiting))
         return step
 
@@ -277,13 +280,13 @@ class Scheduler:
         self.copies += len(copies)
         return n
 
-    def _preempt(self, seq: Sequence, step: Step, swap: bool = True) -> None:
+    def _preempt(self, seq: Sequence, step: Step) -> None:
         """Take a running sequence's blocks away and put it at the head of the queue. Tokens are kept."""
         self.running.remove(seq)
         used = seq.block_table[: blocks_needed(seq.num_computed, self.block_size)]
         self.tables.release(seq)
         fits = self.max_swap_blocks is None or self.swapped_blocks + len(used) <= self.max_swap_blocks
-        if swap and self.preemption == "swap" and used and fits:
+        if self.preemption == "swap" and used and fits and seq.num_new:  # without work it would never be swapped in
             seq.state, seq.num_host_blocks = "swapped", len(used)
             self.swapped_blocks += len(used)
             self.swaps += 1

@@ -64,6 +64,18 @@ def test_one_beam_is_greedy():
     assert a.outputs[0].token_ids == b.outputs[0].token_ids and a.outputs[0].text == b.outputs[0].text
 
 
+@pytest.mark.parametrize("preemption", ("recompute", "swap"))
+@pytest.mark.parametrize("tight", ({"max_num_seqs": 4}, {"max_num_seqs": 5, "num_blocks": 24}, {"num_blocks": 21}))
+def test_searches_that_wait_for_each_other_go_on(tight, preemption):
+    """Beams of one search hold seats and blocks that beams of another need: the older search gets them."""
+    params = SamplingParams(beam_width=4, n=4, temperature=0, max_tokens=10, ignore_eos=True)
+    prompts = prompts_of(9, 10, 5)
+    outputs = run(make_engine(preemption=preemption, prefix_cache="none", **tight), [(p, params) for p in prompts])
+    for prompt, output in zip(prompts, outputs, strict=True):
+        (alone,) = run(make_engine(), [(prompt, params)])
+        assert [a.token_ids for a in output.outputs] == [a.token_ids for a in alone.outputs]
+
+
 def test_beams_beside_other_requests_and_aborted():
     engine = make_engine(max_num_seqs=4, num_blocks=40)
     params = SamplingParams(beam_width=3, n=2, temperature=0, max_tokens=10, ignore_eos=True, logprobs=1)
