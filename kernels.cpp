@@ -5,7 +5,7 @@
 //     | op | number of arguments | argument ... | op | number of arguments | argument ... |
 //
 // where an argument is a pointer, a whole number, or the bits of a double. A single operation is a tape of one call; a
-// whole decode step, recorded once (kernels_native.py), is a tape of two hundred, replayed without returning to
+// whole decode step, recorded once (kernels_tape.py), is a tape of two hundred, replayed without returning to
 // Python and without letting the helper threads fall asleep: the CPU's counterpart of a CUDA graph.
 //
 // The ideas are in the headers: kernels_simd.h (the machine's vectors), kernels_pool.h (threads), kernels_linear.h
@@ -187,8 +187,21 @@ const char* run_attention(Arguments a) {
     return nullptr;
 }
 
+const char* run_gather(Arguments a) {
+    auto *rows = a.pointer<const int64_t>();
+    auto *x = a.pointer<const char>();
+    auto *y = a.pointer<char>();
+    const int64_t count = a.integer(), limit = a.integer(), bytes = a.integer();
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t row = rows ? rows[i] : i;
+        if (row < 0 || row >= limit) return "a row index lies outside the tensor";
+        std::memcpy(y + i * bytes, x + row * bytes, bytes);
+    }
+    return nullptr;
+}
+
 using Op = const char* (*)(Arguments);  // null, or what is wrong with the arguments
-constexpr Op OPS[] = {run_rms_norm, run_silu_mul, run_linear, run_embedding, run_rope, run_attention};
+constexpr Op OPS[] = {run_rms_norm, run_silu_mul, run_linear, run_embedding, run_rope, run_attention, run_gather};
 
 }  // namespace
 

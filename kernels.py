@@ -6,7 +6,7 @@ separate norm, a separate rotation, a separate addition each read and write the 
 call. So the step is cut into a few operations that move every byte once.
 
 The idea. Each operation exists up to three times with one signature: the torch REFERENCE in this file (what it means),
-C++ for the CPU (kernels.cpp, marshalled by kernels_native.py) and, where the GPU is the point, Triton
+C++ for the CPU (kernels.cpp, called by kernels_native.py) and, where the GPU is the point, Triton
 (kernels_triton.py). Those files are one concept, cut where a reader would pause. This file registers the operations
 under `torch.ops.vitrine` with a fake, so that torch.compile sees an opaque node and no graph break, and picks the
 implementation: `set_backend("native" | "reference" | "triton")`.
@@ -35,12 +35,15 @@ Left out: gradients, training-time dropout, attention biases other than the slid
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import kernels_build
 import kernels_native
+import kernels_tape
 from kernels_packing import GROUP, TILE, pack_int4, pack_int8, unpack_int4, unpack_int8  # noqa: F401
 
 # ---------------------------------------------------------------- the references
@@ -300,8 +303,8 @@ def set_backend(name: str) -> str:
         raise ValueError(f"kernels backend {name!r} is unknown: choose native, reference or triton")
     if name == "native":
         try:
-            kernels_native.load()
-        except kernels_native.BuildError as error:
+            kernels_build.load()
+        except kernels_build.BuildError as error:
             print(f"kernels: {error}\nkernels: using the slow torch reference instead", file=sys.stderr)
             name = "reference"
     _on_cpu.update(_reference_of)
@@ -320,15 +323,22 @@ def set_threads(n: int) -> None:
     """Threads of the native backend, the caller's included."""
     if n < 1:
         raise ValueError(f"threads must be at least 1, got {n}")
-    kernels_native.set_threads(n)
+    kernels_build.set_threads(n)
 
 
-def record() -> kernels_native.Tape:
+def record() -> kernels_tape.Tape:
     """`with record() as tape: step()` runs a step and keeps it; `tape.replay()` runs it again in one call.
 
-    Only operations of `torch.ops.vitrine` and views may be inside, on tensors whose memory stays in place; new inputs
-    are written into the old tensors first. What the step returned is overwritten by every replay.
+    Only operations of `torch.ops.vitrine`, views and row copies may be inside, on tensors whose memory stays in place;
+    new inputs are written into the old tensors first. What the step returned is overwritten by every replay.
     """
     if _backend != "native":
         raise ValueError(f"a tape records native kernels, and the backend is {_backend!r}: call set_backend('native')")
-    return kernels_native.Tape()
+    return kernels_tape.Tape()
+
+
+def capture(run: Callable[[], object]) -> Callable[[], None]:
+    """Run once, recorded, and return what replays it: the CPU's counterpart of capturing a CUDA graph."""
+    with record() as tape:
+        run()
+    return tape.replay

@@ -22,16 +22,7 @@ def generator(seed):
 def poison(monkeypatch: pytest.MonkeyPatch):
     """Fresh memory holds NaN: an output element a kernel forgets to write cannot pass for a zero."""
     empty = torch.empty
-
-    def poisoned(*args, **kwargs):
-        t = empty(*args, **kwargs)
-        return t.fill_(float("nan")) if t.is_floating_point() else t
-
-    monkeypatch.setattr(torch, "empty", poisoned)
-    monkeypatch.setattr(torch, "empty_like", lambda t, **kw: poisoned(t.shape, dtype=kw.get("dtype", t.dtype)))
-    monkeypatch.setattr(
-        torch.Tensor, "new_empty", lambda t, shape, **kw: poisoned(shape, dtype=kw.get("dtype", t.dtype))
-    )
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
 
 
 def random_weight(bits, n, k, group_size, g):

@@ -11,7 +11,7 @@ import torch
 from kernel_cases import copies, layer_inputs, one_layer, ops
 
 import kernels
-import kernels_native
+import kernels_build
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
 
@@ -39,6 +39,43 @@ def test_a_replayed_tape_equals_the_step_it_recorded_on_new_inputs():
     tape.replay()
     assert torch.equal(out, want)
     assert torch.equal(state["k"], expected_state["k"])
+
+
+def test_a_captured_step_may_choose_rows_and_copy_them_out():
+    hidden, weights, state = layer_inputs()
+    rows, result = torch.tensor([2, 0]), torch.empty(2, 48)
+
+    def step():
+        result.copy_(one_layer(hidden, weights, state)[rows])
+
+    replay = kernels.capture(step)
+    hidden.copy_(torch.randn(3, 48))
+    rows.copy_(torch.tensor([1, 2]))
+    want = one_layer(hidden, weights, copies(state))[rows]
+    replay()
+    assert torch.equal(result, want)
+    rows[0] = 3
+    with pytest.raises(ValueError, match="row index"):
+        replay()
+
+
+def test_a_tape_gives_its_memory_out_again_but_never_while_in_use():
+    hidden, weights, state = layer_inputs()
+
+    def layers(n):
+        h = hidden
+        for _ in range(n):
+            h = one_layer(h, weights, state)
+        return h
+
+    with kernels.record() as short:
+        layers(2)
+    with kernels.record() as long:
+        last = layers(12)
+    assert long.owned and len(long.owned) == len(short.owned)
+    want = layers(12)
+    long.replay()
+    assert torch.equal(last, want)
 
 
 def test_a_tape_refuses_what_it_could_not_replay():
@@ -103,8 +140,8 @@ def test_without_a_compiler_there_is_one_note_and_the_reference(tmp_path):
 @needs_compiler
 def test_a_broken_compiler_is_reported_with_its_words(tmp_path, monkeypatch):
     monkeypatch.setenv("VITRINE_CACHE", str(tmp_path))
-    with pytest.raises(kernels_native.BuildError, match="no-such-flag"):
-        kernels_native.build(("--no-such-flag",))
+    with pytest.raises(kernels_build.BuildError, match="no-such-flag"):
+        kernels_build.build(("--no-such-flag",))
     assert not list(tmp_path.glob("*.so"))
 
 
@@ -117,9 +154,9 @@ def test_the_avx512_version_compiles(tmp_path):
 
 
 CHILD = """
-import sys, pytest, kernels_native
-kernels_native.load(kernels_native.build(tuple(sys.argv[1].split())))
-print("isa", kernels_native.load())
+import sys, pytest, kernels_build
+kernels_build.load(kernels_build.build(tuple(sys.argv[1].split())))
+print("isa", kernels_build.load())
 chosen = "reference or bits or F62 or F21 or 128 or canonical"
 sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-k", chosen, *sys.argv[2:]]))
 """

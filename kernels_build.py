@@ -1,0 +1,116 @@
+"""The C++ kernels, built at first use by the machine's own compiler and loaded without torch's headers.
+
+The problem. Fast kernels need the machine's own instructions, so they cannot be shipped once for all; and an extension
+that includes torch's headers takes half a minute to build.
+
+The idea. The kernels only need pointers and sizes, so kernels.cpp is plain C++ and builds in seconds. The library is
+kept in the user's cache under a name that hashes everything the result depends on:
+
+    kernels-<hash of sources, flags, compiler version, processor>.so
+
+A change of any of them builds anew, nothing else ever does. The file is renamed into place when it is complete, so two
+processes that build at once both find a whole library.
+
+Left out: Windows, and compilers that do not understand g++'s options.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+SOURCES = ("kernels.cpp", "kernels_attention.h", "kernels_linear.h", "kernels_pool.h", "kernels_simd.h")
+FLAGS = ("-O3", "-std=c++17", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
+
+
+class BuildError(ValueError):
+    """The C++ kernels cannot be built or loaded on this machine."""
+
+
+def cache_dir() -> Path:
+    """Where builds are kept: $VITRINE_CACHE, or vitrine/ under the user's cache folder."""
+    if own := os.environ.get("VITRINE_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vitrine"
+
+
+def build(extra_flags: tuple[str, ...] = ()) -> Path:
+    """The shared library for this machine, built if the cache has none; raises BuildError without a compiler."""
+    wanted = os.environ.get("CXX")
+    compiler = shutil.which(wanted) if wanted else shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    if compiler is None:
+        raise BuildError(f"no C++ compiler ({wanted or 'g++, c++, clang++'}) on the path: install one, or set CXX")
+    sources = [Path(__file__).with_name(name) for name in SOURCES]
+    flags = (*FLAGS, *extra_flags)
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    key = hashlib.sha256("\0".join([version, *flags, _processor()]).encode())
+    for source in sources:
+        key.update(source.read_bytes())
+    library = cache_dir() / f"kernels-{key.hexdigest()[:24]}.so"
+    if library.exists():
+        return library
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:  # renamed when complete: never half a library
+        result = subprocess.run(
+            [compiler, *flags, str(sources[0]), "-o", f"{folder}/kernels.so"], capture_output=True, text=True
+        )
+        if result.returncode:
+            raise BuildError(f"{compiler} failed on kernels.cpp:\n{result.stderr[-2000:]}")
+        os.replace(f"{folder}/kernels.so", library)
+    return library
+
+
+def _processor() -> str:  # what -march=native looks at
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine() + platform.processor()
+    wanted = ("flags", "Features", "model name")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+class Library:
+    """The loaded functions. `run` keeps Python's lock (a single operation is too short to hand it over and wait for
+    it to come back); `replay` releases it, so that the next step can be planned meanwhile."""
+
+    def __init__(self, path: Path):
+        held, released = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
+        self.run, self.replay = held.vitrine_run, released.vitrine_run
+        for run in (self.run, self.replay):
+            run.argtypes, run.restype = (ctypes.c_char_p, ctypes.c_int64), ctypes.c_char_p
+        self.set_threads = released.vitrine_set_threads
+        self.set_threads.argtypes = (ctypes.c_int64,)
+        held.vitrine_isa.restype = ctypes.c_char_p
+        self.isa = held.vitrine_isa().decode()
+
+
+library: Library | None = None
+_threads = torch.get_num_threads()
+
+
+def load(path: Path | None = None) -> str:
+    """Load a build (this machine's own by default) and return its instruction set."""
+    global library
+    if library is None or path is not None:
+        try:
+            library = Library(path or build())
+        except OSError as error:
+            raise BuildError(f"the built kernels cannot be loaded: {error}") from error
+        library.set_threads(_threads)
+    return library.isa
+
+
+def set_threads(n: int) -> None:
+    """Threads of the kernels, the caller's included."""
+    global _threads
+    _threads = n
+    if library is not None:
+        library.set_threads(n)
