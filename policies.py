@@ -80,7 +80,7 @@ class Waiting:
 
 
 class Policy(NamedTuple):
-    level: Callable[[Sequence], int]  # ranked by (level, arrival, number)
+    level: Callable[[Sequence], int]  # sequences are ranked by level, then arrival
     select: Callable[[Waiting, RadixCache | None], Sequence]
 
 

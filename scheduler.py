@@ -21,6 +21,8 @@ Rules
 - Running sequences are ranked (oldest first, or by priority). Who needs a block takes a free one, then an unused one
   of the prefix cache, then makes the lowest-ranked sequence not yet in this step leave. A sequence never makes a
   better-ranked one leave; it waits its turn with its blocks. The best-ranked one therefore always gets on, so all do.
+- A caught-up sequence without a new token is idle and keeps its blocks (a beam waits for the others of its search).
+  If nobody else can go on, the lowest-ranked leaves until somebody can.
 - add() refuses what could not finish alone in the empty pool. A prompt must leave room for one token: num_prompt
   below max_model_len. Its last token is never computed, so length L needs L - 1 slots.
 - Admission is in order and waits for room for all known tokens (plus what admitted prompts still need and a small
@@ -146,7 +148,7 @@ class Scheduler:
                 f"tokens, but the whole pool holds {held}; lower max_tokens or max_model_len, or raise --kv-memory"
             )
         self.sequences[seq.id] = seq
-        seq.rank = (self.policy.level(seq), seq.arrival, seq.number)
+        seq.rank = (self.policy.level(seq), seq.arrival, seq.number, seq.number)
         self._wait(seq)
 
     def finish(self, seq: Sequence) -> None:
@@ -199,8 +201,8 @@ class Scheduler:
             list(seq.tokens), seq.max_tokens, id, seq.priority, seq.arrival, seq.namespace, seq.read_cache, seq.request
         )
         child.num_prompt, child.group, child.num_cached = seq.num_prompt, seq.group, seq.num_cached
-        child.started = child.resumed = True
-        child.rank = (seq.rank[0], seq.arrival, child.number)
+        child.started = child.resumed = seq.started
+        child.rank = (*seq.rank[:3], child.number)
         self.sequences[child.id] = child
         if seq.state == "running" and not self.tables.contiguous and len(self.running) < self.max_num_seqs:
             self.tables.fork(seq, child)
@@ -232,11 +234,14 @@ class Scheduler:
         budget, promised = self._continue_running(step)
         if self.waiting and not step.preempted and not step.stalled:
             self._admit(step, budget, promised)
-        if self.running and not step.entries and not step.preempted and (self.waiting or step.stalled):
-            if not any(seq.num_new == 0 for seq in self.running):
-                raise RuntimeError(f"no sequence can go on: one was extended beyond what add() allowed\n{step}")
-            # Those with nothing to compute wait for a relative (a beam) that has no seat or no block: make room for it.
-            self._preempt(self.running[-1], step)
+        while self.running and not step.entries and (self.waiting or step.stalled):
+            # All that run wait for others to catch up (the beams of a search), who wait for their seats or blocks.
+            # Relatives are neighbours in rank, so this ends with the best-ranked group together in the pool.
+            for seq in self.running[:] if self.tables.contiguous else self.running[-1:]:  # slabs: move all together
+                self._preempt(seq, step)
+            self._admit(step, budget, 0)
+        if self.waiting and not step.entries:
+            raise RuntimeError("no waiting sequence fits an empty pool: one was extended beyond what add() allowed")
         step.balance = (self.pool.num_free, self.tables.cached, self.pool.total, len(self.running), len(self.waiting))
         return step
 
@@ -307,7 +312,7 @@ class Scheduler:
             seq = self.policy.select(self.waiting, self.cache)
             if self.static and not self._filling and not seq.resumed:
                 return
-            reserve = self.reserve_blocks + promised if self.running else 0
+            reserve = self.reserve_blocks + promised if step.entries else 0  # with nobody to protect, anything goes
             n = self._start(seq, budget, reserve, step)
             if n == 0:
                 break
@@ -389,8 +394,8 @@ class Scheduler:
     def _wait(self, seq: Sequence) -> None:
         if seq.state != "swapped":
             seq.state = "waiting"
-        level, arrival, number = seq.rank
-        self.waiting.push((level, not seq.resumed, arrival, number), seq)
+        level, *place = seq.rank
+        self.waiting.push((level, not seq.resumed, *place), seq)
 
     def _run(self, seq: Sequence) -> None:
         seq.state = "running"

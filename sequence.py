@@ -67,7 +67,7 @@ class Sequence:
         self.group = self.id
         self.num_prompt = len(self.tokens)
         self.handle: Node | None = None  # where in the prefix cache this sequence stands; locked while set
-        self.rank: tuple = ()  # smaller is better; set by Scheduler.add
+        self.rank: tuple = ()  # (level, arrival, number of the first of its group, number): smaller is better
         self.step = 0  # the last step it was given tokens in
         self.passed_over = 0  # by lpm, while it was the oldest
         self.lost = 0  # tokens computed before the last preemption by recompute

@@ -42,7 +42,8 @@ class FakeEngine:
         self.salt = {}  # sequence -> what makes its samples differ from its relatives'
         self.expected = {}  # sequence -> the tokens it must end with
         self.done = []
-        self.last_step = None
+        self.marching = {}  # group -> {caught-up member: its last mark}: they decide together, as beams do
+        self.widths = {}  # group -> how many members it gets once its prompt is computed
 
     # ---- requests
 
@@ -71,9 +72,19 @@ class FakeEngine:
 
     def guess(self, seq, good, k):
         """Append k guessed tokens, the first `good` of them right; never beyond the last but one token."""
-        if seq.state == "running" and seq.num_new == 1 and len(seq.tokens) == self.decided[seq]:
+        alone = seq.group not in self.marching
+        if alone and seq.state == "running" and seq.num_new == 1 and len(seq.tokens) == self.decided[seq]:
             right = self.expected[seq][len(seq.tokens) : self.limit(seq) - 1][:k]
             seq.tokens += [token if i < good else (token + 1) % VOCAB for i, token in enumerate(right)]
+
+    def march(self, tokens, max_tokens, width):
+        """A prompt with `width` answers that advance only together; None if they could never all be in the pool."""
+        needed = width * -(-min(len(tokens) + max_tokens, self.scheduler.max_model_len) // self.pool.block_size)
+        if width > self.scheduler.max_num_seqs or needed > self.pool.total:
+            return None
+        seq = self.add(tokens, max_tokens)
+        self.marching[seq.group], self.widths[seq.group] = {}, width
+        return seq
 
     def rewind(self, seq, n_tokens):
         """Take decided tokens back too and go on with other samples from there."""
@@ -88,12 +99,12 @@ class FakeEngine:
     def step(self, fails=False, leaves=None):
         """One step. fails: the run raises. leaves: a sequence whose client goes away while the step runs."""
         scheduler = self.scheduler
-        step = self.last_step = scheduler.schedule()
+        step = scheduler.schedule()
         assert step.entries or not scheduler.has_unfinished(), "a step without progress"
         assert len({seq for seq, _ in step.entries}) == len(step.entries), "a sequence twice in one step"
         assert step.num_tokens <= scheduler.max_num_batched_tokens and len(step.entries) <= scheduler.max_num_seqs
         for victim in step.preempted:
-            assert any(seq.rank < victim.rank for seq, _ in step.entries), "preempted for nobody better"
+            assert any(seq.rank <= victim.rank for seq in scheduler.running), "preempted for nobody better"
         assert step.describe()
         if not fails:
             self._move(step)
@@ -109,6 +120,7 @@ class FakeEngine:
         for seq, _ in step.entries:
             if seq.state == "running":
                 self._sample(seq)
+        self._march()
         return step
 
     def _move(self, step):
@@ -151,10 +163,30 @@ class FakeEngine:
         if seq.num_computed <= position:
             return
         mark = self.slots[self._slot(seq, position)]
+        if seq.group in self.marching:
+            self.marching[seq.group][seq] = mark
+            return
         while position + 1 < seq.num_computed and seq.tokens[position + 1] == next_token(mark, self.salt[seq]):
             position += 1
             mark = self.slots[self._slot(seq, position)]
         self.scheduler.truncate(seq, position + 1)
+        self._decide(seq, mark)
+
+    def _march(self):
+        """Groups of which every member has caught up take one step together."""
+        for group, ready in self.marching.items():
+            members = [seq for seq in self.expected if seq.group == group]
+            if members and ready and self.widths[group] > 1:  # the prompt is computed: its forks share its last row
+                for salt in range(1, self.widths[group]):
+                    members.append(self.fork(members[0], salt))
+                    ready[members[-1]] = ready[members[0]]
+                self.widths[group] = 1
+            if members and ready.keys() >= set(members):
+                for seq in members:
+                    self._decide(seq, ready[seq])
+                ready.clear()
+
+    def _decide(self, seq, mark):
         seq.tokens.append(next_token(mark, self.salt[seq]))
         self.decided[seq] = len(seq.tokens)
         if len(seq.tokens) == self.limit(seq):

@@ -68,6 +68,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         if len(self.engine.expected) < 8:
             self.add(request)
 
+    @rule(request=REQUESTS, width=st.integers(2, 4))
+    def beams_arrive(self, request, width):
+        if len(self.engine.expected) < 8:
+            tokens = request["tokens"][: self.engine.scheduler.max_model_len - 1]
+            self.engine.march(tokens, request["max_tokens"], width)
+
     @rule(data=st.data(), request=REQUESTS)
     def next_turn(self, data, request):
         """A conversation goes on: the prompt is what an earlier sequence ended with, and more."""
@@ -89,7 +95,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), salt=st.integers(1, 5))
     def fork(self, data, salt):
-        if len(self.engine.expected) < 8 and (seq := self.pick(data)):
+        if len(self.engine.expected) < 8 and (seq := self.pick(data)) and seq.group not in self.engine.marching:
             self.engine.fork(seq, salt)
 
     @rule(data=st.data(), keep=st.floats(0, 1))
@@ -144,7 +150,8 @@ def test_long_random_run(seed):
     stems = [[rng.randrange(2) for _ in range(rng.randint(1, 16))] for _ in range(3)]
     for _ in range(120):
         live = [seq for seq in engine.expected if len(seq.tokens) == engine.decided[seq]]
-        running = [seq for seq in live if seq.state == "running" and seq.num_new == 1]
+        free = [seq for seq in live if seq.group not in engine.marching]  # of forks: those that go their own way
+        running = [seq for seq in free if seq.state == "running" and seq.num_new == 1]
         draw = rng.random()
         if draw < 0.25 and len(engine.expected) < 10:
             stem = rng.choice(stems) if not engine.done or rng.random() < 0.7 else rng.choice(engine.done).tokens
@@ -157,8 +164,11 @@ def test_long_random_run(seed):
                 namespace=namespace,
                 read_cache=rng.random() < 0.9,
             )
-        elif draw < 0.30 and live and len(engine.expected) < 10:
-            engine.fork(rng.choice(running or live), rng.randrange(1, 6))
+        elif draw < 0.27 and len(engine.expected) < 8:
+            stem = rng.choice(stems)[: scheduler.max_model_len - 1]
+            engine.march(stem, rng.randint(1, 12), rng.randint(2, 4))
+        elif draw < 0.31 and free and len(engine.expected) < 10:
+            engine.fork(rng.choice(running or free), rng.randrange(1, 6))
         elif draw < 0.33 and running and (seq := rng.choice(running)) and len(seq.tokens) > seq.num_prompt:
             engine.rewind(seq, rng.randint(seq.num_prompt, len(seq.tokens) - 1))
         elif draw < 0.36 and live:
