@@ -104,7 +104,7 @@ def figures(llm: LLM, request: Request) -> dict:
         "weight_bytes": llm.model.weight_bytes,
         "kv_bytes": per_token * (prompt_tokens + generated),
         "load_s": llm.load_s,
-        "compile_s": llm.compiler.seconds if llm.compiler else 0.0,
+        "compile_s": llm.compile_s,
         "bandwidth_gb_s": bandwidth / 1e9,
         "floor_tok_s": floor,
         "floor_share": tpot and 1 / tpot / floor,

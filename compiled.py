@@ -1,23 +1,28 @@
 """Compiled decode: trade many small calls for few, and compile as little as possible.
 
 The problem. A small model's decode step is a few milliseconds of arithmetic under hundreds of operations, and each
-operation pays for Python, dispatch and launch before it computes anything. torch.compile and captured graphs remove
-that, but compiling thirty layers as one graph takes over a minute, and a new graph for every prompt length never ends.
+operation pays for Python, dispatch and launch before it computes anything. Compilers and captured graphs remove that,
+but compiling thirty layers as one graph takes over a minute, and a new graph for every prompt length never ends.
 
-The idea, on every device: compile ONE decoder layer and run it for all of them. Layers differ only in their weights,
-which are inputs of the graph. The number of rows T is the only size that changes, and it is a symbol, so two graphs
-serve every batch, prompt length and context length:
+Two ideas, and which one pays depends on who does the arithmetic.
 
-    T = 1   one sequence decodes: the commonest step, worth its own code
-    T > 1   everything else: prefill, chunks, mixed batches
+1. Compile one layer (torch.compile), for layers that consist of torch operations: dense weights, or the reference
+   kernels. ONE decoder layer is compiled and run for all of them, since layers differ only in their weights, which are
+   inputs of the graph. The number of rows T is the only size that matters, and it is a symbol, so two graphs serve
+   every batch, prompt length and context length (a model whose layers alternate between windows has two of each):
 
-(Page tables and sequence bounds change their sizes too, but only attention reads them, inside an opaque operation.)
+       T = 1   one sequence decodes: the commonest step, worth its own code
+       T > 1   everything else: prefill, chunks, mixed batches
 
-On a GPU, in addition: a decode step's launches are recorded once and replayed as one CUDA graph. A graph has fixed
-sizes and fixed addresses, so there is one for each bucket of batch sizes, fed through static buffers. Rows between the
-batch and its bucket are padding: they compute rubbish, write it to block 0, which nobody owns, and are cut off.
+2. Capture the decode step, for layers that are native kernels already and leave a compiler nothing to fuse: record the
+   step's kernel calls once and replay them as one. On a GPU that is a CUDA graph, on a CPU a tape of C++ calls
+   (kernels.record), whose worker threads go from one kernel to the next without returning to Python. A recording has
+   fixed sizes and fixed addresses: one for each bucket of batch sizes, fed through static buffers. Rows between the
+   batch and its bucket are padding; they compute rubbish, write it to block 0, which nobody owns, and are cut off.
 
-    batch of 5 -> bucket 8:  rows 5, 6, 7 have slot 0, context length 1, block table 0
+       batch of 5 -> bucket 8:  rows 5, 6, 7 have slot 0, context length 1, block table 0
+
+A replay is cheap to record on a CPU, so there every batch size is a bucket of its own and nothing is padded.
 
 Sources: gpt-fast for compiling the decode step, torch's regional compilation recipe for the single layer, vLLM and
 TensorRT-LLM for graphs per batch bucket. Left out: compiling the prefill for fixed lengths, whole-model graphs.
@@ -27,13 +32,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 
 import torch
 
+import kernels
 from model import Batch, DecoderLayer, Transformer
 
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+GPU_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class LayerCompiler:
@@ -87,34 +94,39 @@ def mark_sizes(x, positions, cos_sin, k_cache, v_cache, slot_mapping, block_tabl
 class DecodeGraphs:
     """Replays captured decode steps (every sequence computes one token) for batches of any size up to the last bucket.
 
-    `capture(run)` records run() once and returns what replays it; on CUDA that is `cuda_capture`. Anything that can
-    call `run` again is a valid stand-in, which is how the padding is tested without a GPU.
+    `capture(run)` calls run() once or more and returns its output and what computes that output anew in its place.
+    Anything that can call `run` again is a valid stand-in, which is how the padding is tested without a GPU.
     """
 
-    def __init__(self, model: Transformer, kv, max_batch: int, max_blocks: int, capture: Callable):
+    def __init__(self, model: Transformer, kv, buckets: Sequence[int], max_blocks: int, capture: Callable):
         self.model, self.kv, self.capture, self.device = model, kv, capture, model.norm.device
-        self.buckets = [b for b in BUCKETS if b < max_batch] + [max_batch]
-        self.max_blocks = max_blocks
+        self.buckets, self.max_blocks = sorted(buckets), max_blocks
         self.recorded: dict[int, tuple[Batch, torch.Tensor, Callable]] = {}
+        self.seconds = 0.0  # spent recording
 
     def __call__(self, batch: Batch) -> torch.Tensor:
-        """float32 logits [R, vocab]: replayed if every sequence computes one token, else computed as always."""
+        """float32 logits [R, vocab]: replayed if every sequence computes one token, else computed as always.
+
+        Replayed logits are overwritten by the next replay.
+        """
         rows = len(batch.tokens)
         if not batch.one_each or rows > self.buckets[-1]:
             return self.model(batch, self.kv)
-        bucket = next(b for b in self.buckets if b >= rows)
-        if bucket not in self.recorded:
-            self.recorded[bucket] = self.record(bucket)
-        static, logits, replay = self.recorded[bucket]
-        for name in ("tokens", "positions", "slot_mapping", "block_tables", "context_lens"):
-            source, target = getattr(batch, name), getattr(static, name)
-            target.fill_(1 if name == "context_lens" else 0)
-            target = target[:rows] if source.dim() == 1 else target[:rows, : source.shape[1]]
-            target.copy_(source[:rows])
+        bucket = self.buckets[bisect_left(self.buckets, rows)]
+        static, logits, replay = self.recorded.get(bucket) or self.record(bucket)
+        if rows < bucket:
+            static.slot_mapping[rows:] = 0
+            static.context_lens[rows:] = 1
+            static.block_tables[rows:, :1] = 0
+        for name in ("tokens", "positions", "slot_mapping", "context_lens"):
+            getattr(static, name)[:rows] = getattr(batch, name)[:rows]
+        static.block_tables[:rows, : batch.block_tables.shape[1]] = batch.block_tables[:rows]
         replay()
         return logits[:rows]
 
     def record(self, bucket: int) -> tuple[Batch, torch.Tensor, Callable]:
+        start = time.perf_counter()
+
         def zeros(*shape, dtype=torch.int64):
             return torch.zeros(shape, dtype=dtype, device=self.device)
 
@@ -126,16 +138,22 @@ class DecodeGraphs:
             query_start=torch.arange(bucket + 1, dtype=torch.int32, device=self.device),
             context_lens=torch.ones(bucket, dtype=torch.int32, device=self.device),
             logit_rows=torch.arange(bucket, device=self.device),
+            one_each=True,
         )
-        logits = self.model(static, self.kv).clone()
-
-        def run() -> None:
-            logits.copy_(self.model(static, self.kv))
-
-        return static, logits, self.capture(run)
+        logits, replay = self.capture(lambda: self.model(static, self.kv))
+        self.recorded[bucket] = static, logits, replay
+        self.seconds += time.perf_counter() - start
+        return self.recorded[bucket]
 
 
-def cuda_capture(run: Callable) -> Callable:
+def tape_capture(run: Callable) -> tuple[torch.Tensor, Callable]:
+    """Record the native kernels that `run` calls on the CPU."""
+    with kernels.record() as tape:
+        output = run()
+    return output, tape.replay
+
+
+def cuda_capture(run: Callable) -> tuple[torch.Tensor, Callable]:
     """Warm up on a side stream, as capture demands, then record `run` as one CUDA graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -145,5 +163,5 @@ def cuda_capture(run: Callable) -> Callable:
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        run()
-    return graph.replay
+        output = run()
+    return output, graph.replay

@@ -22,7 +22,7 @@ import torch
 
 import kernels
 from checkpoint import open_checkpoint
-from compiled import DecodeGraphs, LayerCompiler, cuda_capture
+from compiled import GPU_BUCKETS, DecodeGraphs, LayerCompiler, cuda_capture, tape_capture
 from engine import Engine
 from kv_paged import BlockPool, KVCache, block_bytes, blocks_for_budget, blocks_needed, describe_capacity, free_memory
 from model import Transformer
@@ -124,8 +124,9 @@ class LLM:
         printer = (lambda line: print(line, file=sys.stderr)) if trace else None
         self.engine = Engine(self.model, self.kv, self.scheduler, self.tokenizer, eos, seed, printer)
         self.compiler: LayerCompiler | None = None
+        self.graphs: DecodeGraphs | None = None
         if compile:
-            self._compile(max_num_seqs)
+            self._compile(quant, max_num_seqs)
 
     # -- what users call
 
@@ -166,8 +167,10 @@ class LLM:
 
     def stats(self) -> dict:
         """Blocks free, cached, live and total; requests running and waiting; counters; graphs compiled."""
-        graphs = {"graphs_compiled": self.compiler.graphs, "compile_s": self.compiler.seconds} if self.compiler else {}
-        return self.scheduler.stats() | graphs
+        compiled = self.compiler.graphs if self.compiler else 0
+        captured = len(self.graphs.recorded) if self.graphs else 0
+        counts = {"graphs_compiled": compiled, "steps_captured": captured, "compile_s": self.compile_s}
+        return self.scheduler.stats() | counts
 
     # -- putting it together
 
@@ -205,16 +208,27 @@ class LLM:
             config.num_layers, total, block_size, config.num_kv_heads, config.head_dim, self.model.dtype, self.device
         )
 
-    def _compile(self, max_num_seqs: int) -> None:
-        """Compile now, not in the middle of the first answer: one step of one token and one of several."""
-        self.compiler = LayerCompiler(quiet=self.quiet)
-        self.compiler.install(self.model)
+    def _compile(self, quant: str | None, max_num_seqs: int) -> None:
+        """Compile or capture (compiled.py says which when), now and not in the middle of the first answer."""
+        on_gpu = self.device.type == "cuda"
+        native = kernels.backend() == "native" and quant is not None and self.model.dtype == torch.float32
+        if on_gpu or native:
+            buckets = [b for b in GPU_BUCKETS if b < max_num_seqs] if on_gpu else range(1, max_num_seqs)
+            widest = blocks_needed(self.max_model_len, self.kv.block_size)
+            capture = cuda_capture if on_gpu else tape_capture
+            self.graphs = DecodeGraphs(self.model, self.kv, [*buckets, max_num_seqs], widest, capture)
+            self.engine.run_model = self.graphs
+        if not native:
+            self.compiler = LayerCompiler(quiet=self.quiet)
+            self.compiler.install(self.model)
         for prompt in ([0], [0, 0, 0]):
             self._answer([(prompt, None)], [SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)])
         self.scheduler.drop_cache()
-        if self.device.type == "cuda":
-            widest = blocks_needed(self.max_model_len, self.kv.block_size)
-            self.engine.run_model = DecodeGraphs(self.model, self.kv, max_num_seqs, widest, cuda_capture)
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds spent compiling and capturing so far."""
+        return sum(part.seconds for part in (self.compiler, self.graphs) if part)
 
     def _progress(self, done: int, total: int) -> None:
         if not self.quiet:

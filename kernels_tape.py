@@ -12,7 +12,7 @@ The idea. The kernels' one entry point takes a run of 64-bit words, and one oper
 The pointers are fixed; the numbers behind them (token ids, positions, block tables, lengths) are written in place
 before each replay. It is a CUDA graph for the CPU, with the same two rules. Whatever is not one of our operations
 would silently not be replayed, so the recorder translates the two torch operations that a step needs (a copy, a choice
-of rows), lets views pass, and refuses the rest. And memory that is free again while recording is still written by the
+of rows), lets pass what moves no data, and refuses the rest. And memory that is free again while recording is still written by the
 replay, so results live in memory that belongs to the tape, given out again only within it.
 
 Source: CUDA graphs and their private memory pools, as torch.cuda.CUDAGraph has them. Left out: tapes whose sizes vary.
@@ -73,9 +73,6 @@ def _uses(memory: Tensor) -> int:  # how many tensors share this memory, this on
 class Tape(TorchDispatchMode):
     """The operations called while it was open, to be run again by `replay()`; see `kernels.record`."""
 
-    VIEWS = {"view", "_unsafe_view", "reshape", "slice", "select", "split", "split_with_sizes", "unsqueeze", "squeeze"}
-    VIEWS |= {"alias", "detach", "flatten", "unflatten", "chunk", "unbind"}
-
     def __init__(self):
         super().__init__()
         self.words: list[bytes] = []
@@ -112,18 +109,22 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        for t in (*args, *kwargs.values()):
-            if isinstance(t, Tensor) and (at := t.untyped_storage().data_ptr()) not in self.owned:
-                self.inputs.setdefault(at, t)
-        name = func._schema.name.split("::")[1]
-        if func.namespace == "vitrine" or name in self.VIEWS:
-            return func(*args, **kwargs)
-        if name == "copy_" and args[0].shape == args[1].shape and args[0].dtype is args[1].dtype:
+        given = {t.untyped_storage().data_ptr(): t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)}
+        for address, t in given.items():
+            if address not in self.owned:
+                self.inputs.setdefault(address, t)
+        name = func._schema.name
+        if name == "aten::copy_" and args[0].shape == args[1].shape and args[0].dtype is args[1].dtype:
             return _gather(args[1], None, args[0])
-        if name == "index" and len(args[1]) == 1 and args[1][0].dim() == 1:
-            rows = args[1][0]
-            return _gather(args[0], rows, self.empty((rows.shape[0], *args[0].shape[1:])))
-        raise ValueError(f"{func} cannot be part of a tape: only torch.ops.vitrine, views and row copies can be")
+        if name == "aten::index" and len(args[1]) == 1 and args[1][0].dim() == 1:
+            return _gather(args[0], args[1][0], self.empty((args[1][0].shape[0], *args[0].shape[1:])))
+        out = func(*args, **kwargs)
+        if func.namespace == "vitrine":
+            return out
+        results = out if isinstance(out, (tuple, list)) else (out,)
+        if func._schema.is_mutable or any(r.untyped_storage().data_ptr() not in given for r in results):
+            raise ValueError(f"{func} cannot be part of a tape: only torch.ops.vitrine, views and row copies can be")
+        return out
 
     def replay(self) -> None:
         """Run every recorded operation again, on the same memory."""

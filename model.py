@@ -15,7 +15,7 @@ length and its pages (selective batching: Orca, Yu et al. 2022, section 4.2).
 A layer is six operations of kernels.py; residual additions, norms and the SiLU gate ride along inside the products:
 
     x ─┬─ norm·qkv ── rope + cache write ── attention ── o ─(+)─┬─ norm·gate,up·silu ── down ─(+)─ x
-       └─────────────────────────────────────────────────┘     └───────────────────────────────┘
+       └─────────────────────────────────────────────────┘     └──────────────────────────────┘
 
 Fused products hold their parts as rows under rows: qkv [(heads + 2 kv_heads) * head_dim, hidden], gate_up [2 I, hidden].
 
@@ -41,7 +41,7 @@ ops = torch.ops.vitrine
 
 @dataclass
 class Batch:
-    """What one step computes: T rows of S sequences. A padding row has a slot inside block 0 and belongs to no sequence."""
+    """What one step computes: T rows of S sequences. A padding row has a slot inside block 0, which nobody owns."""
 
     tokens: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
@@ -140,8 +140,8 @@ class DecoderLayer(nn.Module):
 class Transformer(nn.Module):
     """Embedding, layers, final norm and head, built from a checkpoint one tensor at a time.
 
-    `quant` is a scheme of quantize.py or None; `dtype` that of dense weights and activations; `max_model_len` bounds the
-    rotary table. `progress(done, total)` is called as layers are loaded.
+    `quant` is a scheme of quantize.py or None; `dtype` that of dense weights and activations; `max_model_len` bounds
+    the rotary table. `progress(done, total)` is called as layers are loaded.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Transformer(nn.Module):
         self.norm = load_norm(ckpt, "model.norm.weight", dtype).to(device)
         # A plain attribute: as a buffer, .to(bfloat16) would round the angles.
         self.cos_sin = rope_table(config, max_model_len or config.max_position_embeddings).to(device)
-        self.run_layer = DecoderLayer.forward  # compiled.py replaces it
+        self.run_layer = DecoderLayer.forward  # compiled.py may replace it
 
     def hidden(self, batch: Batch, kv) -> Tensor:
         """Run all layers, writing keys and values into `kv`; the last hidden states of the wanted rows [R, hidden]."""
@@ -188,7 +188,8 @@ class Transformer(nn.Module):
                 batch.query_start,
                 batch.context_lens,
             )
-        return ops.rms_norm(x[batch.logit_rows], self.norm, self.config.rms_norm_eps)
+        rows = x if batch.one_each else x[batch.logit_rows]  # [R, hidden]
+        return ops.rms_norm(rows, self.norm, self.config.rms_norm_eps)
 
     def forward(self, batch: Batch, kv) -> Tensor:
         """float32 logits [R, vocab] of the wanted rows."""
