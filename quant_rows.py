@@ -53,7 +53,7 @@ import torch
 
 import gguf
 
-CHUNK = 1 << 16  # weights that are float32 at a time: little memory beside the result, and it stays in the cache
+CHUNK = 1 << 17  # weights handled at a time: bounds the memory that loading needs beside its result
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,10 @@ def buffers(ckpt, scheme) -> dict[str, torch.Tensor]:
                 torch.float32,
                 [name + ".bias" for name in names] if bias else None,
             )
-    norms = {n: ckpt.tensor(n) for n in ckpt.names() if "norm" in n}
+    layers["embed"], sizes = layers["embed"].table, {}
+    for name, layer in layers.items():
+        sizes[name] = torch.tensor([layer.out_features, layer.in_features, layer.group_size])
+    norms = sizes | {n: ckpt.tensor(n) for n in ckpt.names() if "norm" in n}
     return norms | {f"{n}/{b}": t for n, layer in layers.items() for b, t in layer.named_buffers()}
 
 
