@@ -35,7 +35,6 @@ Left out: gradients, training-time dropout, attention biases other than the slid
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -335,10 +334,3 @@ def record() -> kernels_tape.Tape:
     if _backend != "native":
         raise ValueError(f"a tape records native kernels, and the backend is {_backend!r}: call set_backend('native')")
     return kernels_tape.Tape()
-
-
-def capture(run: Callable[[], object]) -> Callable[[], None]:
-    """Run once, recorded, and return what replays it: the CPU's counterpart of capturing a CUDA graph."""
-    with record() as tape:
-        run()
-    return tape.replay

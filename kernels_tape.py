@@ -12,8 +12,8 @@ The idea. The kernels' one entry point takes a run of 64-bit words, and one oper
 The pointers are fixed; the numbers behind them (token ids, positions, block tables, lengths) are written in place
 before each replay. It is a CUDA graph for the CPU, with the same two rules. Whatever is not one of our operations
 would silently not be replayed, so the recorder translates the two torch operations that a step needs (a copy, a choice
-of rows), lets pass what moves no data, and refuses the rest. And memory that is free again while recording is still written by the
-replay, so results live in memory that belongs to the tape, given out again only within it.
+of rows), lets pass what moves no data, and refuses the rest. And memory that is free again while recording is still
+written by the replay, so results live in memory that belongs to the tape, given out again only within it.
 
 Source: CUDA graphs and their private memory pools, as torch.cuda.CUDAGraph has them. Left out: tapes whose sizes vary.
 """

@@ -41,22 +41,20 @@ def test_a_replayed_tape_equals_the_step_it_recorded_on_new_inputs():
     assert torch.equal(state["k"], expected_state["k"])
 
 
-def test_a_captured_step_may_choose_rows_and_copy_them_out():
+def test_a_recorded_step_may_choose_rows_and_copy_them_out():
     hidden, weights, state = layer_inputs()
     rows, result = torch.tensor([2, 0]), torch.empty(2, 48)
 
-    def step():
+    with kernels.record() as tape:
         result.copy_(one_layer(hidden, weights, state)[rows])
-
-    replay = kernels.capture(step)
     hidden.copy_(torch.randn(3, 48))
     rows.copy_(torch.tensor([1, 2]))
     want = one_layer(hidden, weights, copies(state))[rows]
-    replay()
+    tape.replay()
     assert torch.equal(result, want)
     rows[0] = 3
     with pytest.raises(ValueError, match="row index"):
-        replay()
+        tape.replay()
 
 
 def test_a_tape_gives_its_memory_out_again_but_never_while_in_use():
