@@ -46,10 +46,6 @@ class BlockTables:
     def available(self) -> int:
         return self.pool.num_free + self.cached
 
-    def missing(self, seq: Sequence) -> int:
-        """Blocks that all known tokens of the sequence would need beyond those it holds."""
-        return max(0, blocks_needed(len(seq.tokens), self.block_size) - len(seq.block_table))
-
     # ---- a sequence starts, grows, is cut, leaves
 
     def find(self, seq: Sequence) -> Match | None:

@@ -25,8 +25,9 @@ Rules
   If nobody else can go on, the lowest-ranked leaves until somebody can.
 - add() refuses what could not finish alone in the empty pool. A prompt must leave room for one token: num_prompt
   below max_model_len. Its last token is never computed, so length L needs L - 1 slots.
-- Admission is in order and waits for room for all known tokens (plus what admitted prompts still need and a small
-  reserve), so that a newcomer is not thrown out at once. After a preemption nobody is admitted in that step.
+- Admission is in order and waits for room for all known tokens and a small reserve, so that a newcomer is not thrown
+  out at once. There is budget for a newcomer only after the prompts under way had theirs, so their blocks need no
+  count of their own. After a preemption nobody is admitted in that step.
 - Who was preempted goes to the head of the queue. A fork that finds no seat starts as if preempted.
 - Blocks are offered to the cache when the next step is planned, or when the sequence leaves: rejected guesses are
   gone by then. A block somebody else can read is never written: Step.copies says which copies to make first.
@@ -231,25 +232,22 @@ class Scheduler:
             if seq.state == "running":
                 self.tables.offer(seq)
         self._filled.clear()
-        budget, promised = self._continue_running(step)
+        budget = self._continue_running(step)
         if self.waiting and not step.preempted and not step.stalled:
-            self._admit(step, budget, promised)
+            self._admit(step, budget)
         while self.running and not step.entries and (self.waiting or step.stalled):
             # All that run wait for others to catch up (the beams of a search), who wait for their seats or blocks.
             # Relatives are neighbours in rank, so this ends with the best-ranked group together in the pool.
             for seq in self.running[:] if self.tables.contiguous else self.running[-1:]:  # slabs: move all together
                 self._preempt(seq, step)
-            self._admit(step, budget, 0)
+            self._admit(step, budget)
         if self.waiting and not step.entries:
             raise RuntimeError("no waiting sequence fits an empty pool: one was extended beyond what add() allowed")
         step.balance = (self.pool.num_free, self.tables.cached, self.pool.total, len(self.running), len(self.waiting))
         return step
 
-    def _continue_running(self, step: Step) -> tuple[int, int]:
-        """Tokens for running sequences: decodes, then prompts under way, each by rank.
-
-        Returns the budget left and the blocks that the prompts under way still need.
-        """
+    def _continue_running(self, step: Step) -> int:
+        """Tokens for running sequences: decodes, then prompts under way, each by rank. Returns the budget left."""
         size, refs, most = self.block_size, self.pool.refs, 1 + self.lookahead
         budget, prompts = self.max_num_batched_tokens, []
         for seq in list(self.running):
@@ -269,13 +267,13 @@ class Scheduler:
                 seq.step = step.number
                 step.entries.append((seq, n))
                 budget -= n
-        return budget, sum(self.tables.missing(seq) for seq in prompts if seq.state == "running")
+        return budget
 
     def _make_room(self, seq: Sequence, n: int, step: Step) -> int:
         """Blocks for up to n more tokens of a running sequence; preempts if not even one fits. Returns how many."""
         while (room := self.tables.room(seq)) < 1:
             victim = next((s for s in reversed(self.running) if s.step != step.number), seq)
-            if victim.rank <= seq.rank:
+            if victim is seq:  # all others left are better ranked, or in the step
                 step.stalled = True
                 return 0
             self._preempt(victim, step)
@@ -304,7 +302,7 @@ class Scheduler:
         step.preempted.append(seq)
         self._wait(seq)
 
-    def _admit(self, step: Step, budget: int, promised: int) -> None:
+    def _admit(self, step: Step, budget: int) -> None:
         """Start waiting sequences while seats, tokens and blocks last, in order: who does not fit holds up the rest."""
         if not self.running:
             self._filling = True
@@ -312,11 +310,10 @@ class Scheduler:
             seq = self.policy.select(self.waiting, self.cache)
             if self.static and not self._filling and not seq.resumed:
                 return
-            reserve = self.reserve_blocks + promised if step.entries else 0  # with nobody to protect, anything goes
+            reserve = self.reserve_blocks if step.entries else 0  # with nobody to protect, anything goes
             n = self._start(seq, budget, reserve, step)
             if n == 0:
                 break
-            promised += self.tables.missing(seq)
             budget -= n
         self._filling = budget == 0 and len(self.waiting) > 0  # a batch is closed by want of anything but tokens
 

@@ -153,7 +153,7 @@ def test_long_random_run(seed):
         free = [seq for seq in live if seq.group not in engine.marching]  # of forks: those that go their own way
         running = [seq for seq in free if seq.state == "running" and seq.num_new == 1]
         draw = rng.random()
-        if draw < 0.25 and len(engine.expected) < 10:
+        if draw < 0.23 and len(engine.expected) < 10:
             stem = rng.choice(stems) if not engine.done or rng.random() < 0.7 else rng.choice(engine.done).tokens
             tokens = (stem + [rng.randrange(2) for _ in range(rng.randint(0, 6))])[: scheduler.max_model_len - 1]
             namespace = rng.choice([None, None, None, ("lora", "x"), ("salt", "x")])

@@ -187,7 +187,7 @@ def test_the_youngest_leaves_first_and_returns_first():
     assert ids(run_step(scheduler).entries) == [("a", 1), ("b", 1), ("c", 1), ("d", 1)]
     step = run_step(scheduler)
     assert [seq.id for seq in step.preempted] == ["d", "c"] and ids(step.entries) == [("a", 1), ("b", 1)]
-    assert "preempt d (recompute)" in step.describe()
+    assert "preempt d (recompute)" in step.describe() and scheduler.stats()["free"] == 1
     scheduler.add(Sequence([1], 1, id="e", arrival=-1.0))  # "older" than all, but c and d have run before
     assert [seq.id for seq in scheduler.waiting.window(3)] == ["c", "d", "e"]
     scheduler.finish(scheduler.sequences["a"])
@@ -230,6 +230,48 @@ def test_swap_falls_back_to_recompute_when_the_host_is_full():
     assert stats["preemptions"] >= 1 and stats["swaps"] == 0 and stats["recomputed_tokens"] > 0
 
 
+def test_F29_a_client_that_leaves_while_its_step_runs():
+    engine = FakeEngine(9, 4, "radix", max_num_batched_tokens=16)
+    seq, other = engine.add([1] * 8, 5), engine.add([2] * 3, 5)
+    engine.step(leaves=seq)
+    assert seq.num_computed == 0 and engine.scheduler.stats()["live"] == 1 and engine.cache.num_blocks == 0
+    engine.run()
+    assert engine.done == [other]
+    engine.check_empty()
+
+
+def swapped_out():
+    """An engine whose second sequence has just been planned to be swapped out, and that sequence."""
+    engine = FakeEngine(9, 2, "radix", max_num_batched_tokens=16, preemption="swap")
+    first, second = engine.add([0, 1, 2, 0], 12), engine.add([1, 1, 1], 12)
+    while engine.scheduler.stats()["free"] or engine.scheduler.stats()["cached"] or second.num_computed % 2 == 0:
+        engine.step()
+    return engine, first, second
+
+
+def test_a_step_that_fails_before_the_swap_out_was_made_loses_nothing():
+    engine, first, second = swapped_out()
+    while not second.preemptions:
+        assert engine.step(fails=first.num_computed % 2 == 0).entries
+    assert second.state == "waiting" and second.num_computed == 0 and second.host is None
+    assert engine.scheduler.stats()["swapped_blocks"] == 0
+    engine.run()
+    assert engine.done == [second]
+    engine.check_empty()
+
+
+def test_a_step_that_fails_before_the_swap_in_was_made_leaves_nothing_in_the_cache():
+    engine, first, second = swapped_out()
+    while second.state != "swapped":
+        engine.step()
+    prompt = list(second.tokens)
+    engine.end(first, engine.scheduler.finish)
+    engine.scheduler.drop_cache()
+    assert [seq for seq, _ in engine.step(fails=True).swap_in] == [second]
+    assert second.state == "finished" and engine.scheduler.cache.cached_length(prompt) == 0
+    engine.check_empty()
+
+
 # ---- the budget
 
 
@@ -268,13 +310,14 @@ def test_guesses_ride_along_and_the_budget_cuts_them():
     assert a.num_computed == 4 and len(a.block_table) == 1 and b.num_computed == 4
 
 
-def test_an_admitted_prompt_is_promised_the_blocks_it_still_needs():
-    scheduler = scheduler_of(num_blocks=9, block_size=4, max_num_batched_tokens=8, watermark=0)
-    scheduler.add(Sequence([1] * 24, 4, id="long"))
-    scheduler.add(Sequence([2] * 12, 4, id="next"))
-    for _ in range(3):
-        assert ids(run_step(scheduler).entries) == [("long", 8)]
-    assert scheduler.stats()["preemptions"] == 0
+def test_a_newcomer_must_find_room_for_its_whole_prompt_and_a_reserve():
+    for reserve, admitted in ((0, True), (0.2, False)):  # 8 blocks, of which 0.2 is 1
+        scheduler = scheduler_of(num_blocks=9, block_size=4, max_num_batched_tokens=24, watermark=reserve)
+        scheduler.add(Sequence([1] * 20, 4, id="long"))
+        scheduler.add(Sequence([2] * 12, 4, id="next"))  # its first chunk would fit in any case
+        assert ids(run_step(scheduler).entries) == [("long", 20)] + [("next", 4)] * admitted
+    scheduler.finish(scheduler.sequences["long"])
+    assert ids(run_step(scheduler).entries) == [("next", 12)]
 
 
 def test_the_trace_line_says_what_happens():

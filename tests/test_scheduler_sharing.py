@@ -134,3 +134,25 @@ def test_guesses_taken_back_into_a_cached_block_never_change_it():
     assert reader.block_table[0] == seq.block_table[0] and reader.block_table[1] != seq.block_table[1]
     engine.run()
     engine.check_empty()
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("reserve", ["paged", "contiguous"])
+@pytest.mark.parametrize("seats, blocks", [(4, 120), (5, 120), (12, 17), (7, 25), (12, 33)])
+def test_groups_that_wait_for_each_other_all_get_on(preemption, reserve, seats, blocks):
+    """Members advance only together. Seats or blocks are short, so that each group holds what another waits for."""
+    engine = FakeEngine(
+        blocks,
+        4,
+        None,
+        max_num_seqs=seats,
+        max_num_batched_tokens=32,
+        preemption=preemption,
+        reserve=reserve,
+        watermark=0.2,
+    )
+    groups = [engine.march([n % 3] * n, 15 - n, width=4) for n in (5, 6, 5)]
+    single = engine.add([2, 1], 14)
+    engine.run(most=400)
+    assert all(group is not None for group in groups) and len(engine.done) == 13 and single in engine.done
+    engine.check_empty()
