@@ -278,5 +278,6 @@ def check_cache(cache, sequences):
     assert cache.num_blocks == len(blocks) and cache.num_evictable == evictable >= 0
     if hasattr(cache, "table"):
         keyed = [node for bucket in cache.table.values() for node in bucket]
-        assert all(cache.table.values()) and len(keyed) == len(set(keyed)) and set(keyed) == {node for node in nodes if node.parent}
+        assert all(cache.table.values()) and len(keyed) == len(set(keyed))
+        assert set(keyed) == {node for node in nodes if node.parent}
     return blocks

@@ -156,3 +156,12 @@ def test_groups_that_wait_for_each_other_all_get_on(preemption, reserve, seats, 
     engine.run(most=400)
     assert all(group is not None for group in groups) and len(engine.done) == 13 and single in engine.done
     engine.check_empty()
+
+
+def test_a_group_that_fills_the_whole_pool_needs_no_reserve():
+    engine = FakeEngine(17, 4, None, max_num_seqs=5, max_num_batched_tokens=32, watermark=0.2)
+    engine.add([1, 1], 26)
+    engine.march([2], 14, width=4)  # four times four blocks at the end: all sixteen
+    engine.run(most=200)
+    assert len(engine.done) == 5 and engine.scheduler.stats()["preemptions"]
+    engine.check_empty()
