@@ -35,6 +35,8 @@ Left out: gradients, training-time dropout, attention biases other than the slid
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -168,8 +170,9 @@ def int4_linear(
     outputs become silu(gate) * up (so [..., out_features / 2] is returned); + `residual`.
     `activation` "int8" rounds x per row and group of 32 to 8 bits with a float scale (amax / 127), "float" keeps it.
     """
-    weight = unpack_int4(packed, x.shape[-1], group_size)[:out_features]
-    return _linear(x, weight, bias, norm_weight, eps, residual, silu_gate, activation)
+    return _linear(
+        _dense_product, 4, x, packed, out_features, group_size, bias, norm_weight, eps, residual, silu_gate, activation
+    )
 
 
 def int8_linear(
@@ -185,17 +188,31 @@ def int8_linear(
     activation: str = "int8",
 ) -> Tensor:
     """As `int4_linear`, over int8 weights; `group_size` 0 means one float32 scale per output channel."""
-    weight = unpack_int8(packed, x.shape[-1], group_size)[:out_features]
-    return _linear(x, weight, bias, norm_weight, eps, residual, silu_gate, activation)
+    return _linear(
+        _dense_product, 8, x, packed, out_features, group_size, bias, norm_weight, eps, residual, silu_gate, activation
+    )
 
 
-def _linear(x, weight, bias, norm_weight, eps, residual, silu_gate, activation) -> Tensor:
+def _dense_product(x: Tensor, packed: Tensor, out_features: int, group_size: int, bits: int) -> Tensor:
+    unpack = unpack_int4 if bits == 4 else unpack_int8
+    return x @ unpack(packed, x.shape[-1], group_size)[:out_features].t()
+
+
+def _linear(
+    product, bits, x, packed, out_features, group_size, bias=None, norm_weight=None, eps=0.0, residual=None,
+    silu_gate=False, activation="int8",
+) -> Tensor:  # fmt: skip
+    """What surrounds `product`, which is the dense one above or Triton's."""
     wide = x.float()
     if norm_weight is not None:
         wide = rms_norm(wide, norm_weight, eps)
     if activation == "int8":
         wide = round_to_int8(wide)
-    y = F.linear(wide, weight, None if bias is None else bias.float())
+    elif activation != "float":
+        raise ValueError(f"activation {activation!r} is unknown: choose int8 or float")
+    y = product(wide, packed, out_features, group_size, bits)
+    if bias is not None:
+        y = y + bias.float()
     if silu_gate:
         y = silu_mul(y)
     return (y if residual is None else y + residual.float()).to(x.dtype)
@@ -294,23 +311,41 @@ _backend = "reference"
 def set_backend(name: str) -> str:
     """Choose the implementation behind `torch.ops.vitrine` and return the name of the one now in use.
 
-    "native" is the fast one of each device: C++ on the CPU, Triton on a GPU. Without a working compiler it becomes
-    "reference", with one note on stderr that says why. "triton" on the CPU needs TRITON_INTERPRET=1.
+    "native" is C++ on the CPU, and Triton for tensors on a GPU where Triton is installed. Without a working compiler it
+    becomes "reference", with one note on stderr that says why. "triton" on the CPU needs TRITON_INTERPRET=1.
     """
     global _backend
     if name not in ("native", "reference", "triton"):
         raise ValueError(f"kernels backend {name!r} is unknown: choose native, reference or triton")
+    on_gpu = {}
+    if name == "triton" or name == "native" and torch.cuda.is_available():
+        on_gpu = _triton_operations(required=name == "triton")
     if name == "native":
         try:
             kernels_build.load()
         except kernels_build.BuildError as error:
             print(f"kernels: {error}\nkernels: using the slow torch reference instead", file=sys.stderr)
             name = "reference"
-    _on_cpu.update(_reference_of)
-    if name == "native":
-        _on_cpu.update({op: getattr(kernels_native, op) for op in _reference_of})
+    on_cpu = {"native": {op: getattr(kernels_native, op) for op in _reference_of}, "triton": on_gpu}.get(name, {})
+    _on_cpu.update(_reference_of | on_cpu)
+    _on_cuda.update(_reference_of | on_gpu)
     _backend = name
     return name
+
+
+def _triton_operations(required: bool) -> dict[str, Callable]:
+    """The operations that exist in Triton; the others are cheap on a GPU and keep their references."""
+    try:
+        import kernels_triton
+    except ImportError as error:
+        if not required:
+            return {}
+        raise ValueError(f"the triton backend needs the triton package ({error}): pip install triton") from error
+    return {
+        "paged_attention": kernels_triton.paged_attention,
+        "int4_linear": partial(_linear, kernels_triton.product, 4),
+        "int8_linear": partial(_linear, kernels_triton.product, 8),
+    }
 
 
 def backend() -> str:
