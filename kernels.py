@@ -222,7 +222,8 @@ def round_to_int8(x: Tensor) -> Tensor:
     """What "int8" activations do to x [..., K]: per group of 32, code = round(x * 127 / amax), value = code * scale."""
     groups = F.pad(x, (0, -x.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
     amax = groups.abs().amax(-1, keepdim=True)
-    codes = torch.round(groups * torch.where(amax > 0, 127.0 / amax, 0.0))  # halves to even, as the CPU does
+    inverse = torch.full_like(amax, 127.0) / amax  # a number / tensor would multiply by the rounded 1 / amax
+    codes = torch.round(groups * torch.where(amax > 0, inverse, 0.0))  # halves to even, as the CPU does
     return (codes * (amax / 127.0)).flatten(-2)[..., : x.shape[-1]]
 
 
