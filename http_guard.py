@@ -1,0 +1,212 @@
+"""What stands between a socket and the engine: errors with one shape, limits, the key, and answers that may be left.
+
+The problem. Whatever a stranger sends must cost little and end in a clear answer: fifty megabytes of body, JSON that is
+none, a wrong key, a reader who stops reading. A framework's own answers are HTML, tracebacks, or echoes of the input.
+
+The idea. Small ASGI layers, each with one duty, outermost first:
+
+    socket ─► CORS (if asked) ─► ApiKey: 401 ─► BodyLimit: 413 ─► routes: 400 404 429 503 ─► EventStream
+                                 before the      while the body     ApiError, in the shape      stops when the client
+                                 body is read    arrives            of the API that was called  leaves or stalls
+
+Errors are `{"error": {"message", "type", "param", "code"}}`, as OpenAI's clients expect, and `{"error": "message"}`
+under /api/, as Ollama's do. A message never repeats more than a little of what was sent.
+
+A web page of another origin cannot use a server on loopback: a body must be declared as JSON, which a browser sends to
+another origin only after a preflight, and that is answered only for the origins of --cors-origin.
+
+Source: OpenAI's API reference, "Error codes"; the ASGI specification, "HTTP & WebSocket". Left out: TLS and rates per
+client (put a proxy in front), and a bound on the time a body may take to arrive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+
+from fastapi import HTTPException as BodyTooLong
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from engine_thread import Unavailable
+
+LONGEST_MESSAGE = 2000  # characters of an error message
+KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+OPEN_PATHS = ("/", "/health")  # no key needed: a static page, and whether the server is up
+
+
+class ApiError(Exception):
+    """An answer that is an error: status, what is wrong, which field, and a code for programs."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after=None):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.retry_after = status, message, param, code, retry_after
+
+
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict:
+    """OpenAI's error object. Lone surrogates, which JSON can carry and UTF-8 cannot, are replaced."""
+    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    message = message[:LONGEST_MESSAGE].encode("utf-8", "replace").decode()
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(path: str, error: ApiError) -> JSONResponse:
+    """The answer in the shape of the API that `path` belongs to."""
+    body = error_body(error.status, error.message, error.param, error.code)
+    if path.startswith("/api/"):
+        body = {"error": body["error"]["message"]}
+    headers = {"Retry-After": str(error.retry_after)} if error.retry_after else {}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(body, error.status, headers)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told about an exception. A ValueError is the fault of the request, and says what to change."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, Unavailable):
+        code = "queue_full" if error.status == 429 else "unavailable"
+        return ApiError(error.status, str(error), None, code, error.retry_after)
+    if isinstance(error, RequestValidationError):
+        return _validation_error(error)
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, str(error.detail))
+    if isinstance(error, ValueError):
+        return ApiError(400, str(error), getattr(error, "field", None))
+    return ApiError(500, f"internal error: {type(error).__name__}")
+
+
+def internal_error(error: Exception) -> ApiError:
+    """What is told of an exception while an answer is made: that is never the fault of the request."""
+    return error if isinstance(error, ApiError) else ApiError(500, f"internal error: {type(error).__name__}")
+
+
+def _validation_error(error: RequestValidationError) -> ApiError:
+    """The first few things that are wrong with a body, without repeating the body."""
+    messages, param = [], None
+    for item in error.errors()[:3]:
+        place = ".".join(str(part) for part in item["loc"] if part != "body")[:100]
+        given = repr(item.get("input"))[:60] if isinstance(item.get("input"), (str, int, float)) else ""
+        messages.append(f"{place or 'body'}: {item['msg'][:200]}" + (f", got {given}" if given else ""))
+        param = param or place or None
+    more = len(error.errors()) - 3
+    if more > 0:
+        messages.append(f"and {more} more")
+    return ApiError(400, "; ".join(messages), param)
+
+
+async def on_error(request: Request, error: Exception) -> JSONResponse:
+    """Exception handler of the application."""
+    return error_response(request.url.path, as_api_error(error))
+
+
+class ApiKey:
+    """Refuses requests without `Authorization: Bearer KEY`. Digests are compared, in constant time."""
+
+    def __init__(self, app, key: str):
+        self.app, self.digest = app, hashlib.sha256(key.encode()).digest()
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            scheme, _, key = given.partition(b" ")
+            right = hmac.compare_digest(hashlib.sha256(key.strip()).digest(), self.digest)
+            if scheme.lower() != b"bearer" or not right:
+                message = "this server needs its key: send the header 'Authorization: Bearer KEY'"
+                await error_response(scope["path"], ApiError(401, message, code="invalid_api_key"))(
+                    scope, receive, send
+                )
+                return
+        await self.app(scope, receive, send)
+
+
+class BodyLimit:
+    """Refuses a body of more than `limit` bytes: at once if its length is declared, else as soon as it is too long."""
+
+    def __init__(self, app, limit: int):
+        self.app, self.limit = app, limit
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        declared = dict(scope["headers"]).get(b"content-length", b"")
+        message = f"the body is longer than {self.limit} bytes; send less, or start the server with a larger --max-body"
+        if declared.isdigit() and int(declared[:19]) > self.limit:
+            return await error_response(scope["path"], ApiError(413, message))(scope, receive, send)
+        seen = 0
+
+        async def counted():
+            nonlocal seen
+            part = await receive()
+            seen += len(part.get("body", b""))
+            if seen > self.limit:
+                raise BodyTooLong(413, message)
+            return part
+
+        await self.app(scope, counted, send)
+
+
+class EventStream(Response):
+    """An answer that is sent piece by piece, until it ends, its client leaves, or does not read for `stall` seconds.
+
+    `leave` is called however it ends. The socket's own buffer is bounded, and `send` waits while it is full, so what
+    has not been sent stays in the job's box.
+    """
+
+    def __init__(
+        self, events: AsyncGenerator[bytes], leave: Callable[[], None], media_type: str, stall: float, headers: Mapping
+    ):
+        self.events, self.leave, self.stall = events, leave, stall
+        self.status_code, self.media_type, self.background = 200, media_type, None
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
+
+    async def __call__(self, scope, receive, send) -> None:
+        try:
+            await until_left(receive, self._write(send))
+        finally:
+            self.leave()
+
+    async def _write(self, send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            async with aclosing(self.events):
+                async for piece in self.events:
+                    part = {"type": "http.response.body", "body": piece, "more_body": True}
+                    await asyncio.wait_for(send(part), self.stall)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except asyncio.TimeoutError:
+            return  # the server closes a connection whose answer was never completed
+
+
+async def until_left(receive, work: Awaitable):
+    """The result of `work`, or None if the client disconnects before it is there; then the work is cancelled.
+
+    Whatever else arrives meanwhile (the rest of a body) is passed over.
+    """
+
+    async def left() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(left())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else None
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def sse(data: dict | str) -> bytes:
+    """One server-sent event."""
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {text}\n\n".encode()

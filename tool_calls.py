@@ -1,0 +1,175 @@
+"""Calls of tools: from the model's text back to what the API returns.
+
+The problem. A model calls a tool by writing text, in the layout that its training used. The API promises the caller a
+list of calls with JSON arguments, and in a stream the text of a call must not be shown as if it were an answer.
+
+The idea. The chat template knows the layout, since it must print the calls of earlier turns. So it is asked: an
+invented call is rendered, and what surrounds it in the rendered text tells which of the known layouts this is.
+
+    rendered    <|im_start|>assistant\n<tool_call>\n{"name": "probe", "arguments": {"x": 1}}\n</tool_call><|im_end|>
+                                       └─ opens ─┘ └──────── JSON, key "arguments" ───────┘ └─ closes ─┘
+
+    stream      "Let me look. <tool" ──► "Let me look. "    ("<tool" may open a call: held back)
+                "_call>\n{"name": "     ──► nothing           (inside a call)
+                "..."}\n</tool_call>"   ──► one call, whole
+
+Only a call of a tool that was offered, with a JSON object as arguments, is returned as a call. Anything else that looks
+like one is text, and is passed on as it was written.
+
+`tool_choice` "required" and a named function do not rely on the layout: the output is constrained to a JSON value that
+is the call (structured.py), so it cannot be anything else.
+
+Source: OpenAI's API reference, chat completions, `tools`. Left out: layouts marked by control tokens (their text is
+removed before it gets here), and arguments streamed piece by piece (a call comes whole, in one piece).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from dataclasses import dataclass
+
+from tokenizer import TemplateError, Tokenizer
+
+PROBE = "probe_function_name"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model writes a call: between two marks, or as an answer that is nothing but the JSON (marks empty)."""
+
+    opens: str
+    closes: str
+    arguments: str  # the key that holds them
+
+
+LAYOUTS = (
+    Layout("<tool_call>", "</tool_call>", "arguments"),
+    Layout("", "", "parameters"),
+    Layout("", "", "arguments"),
+)
+
+
+def find_layout(tokenizer: Tokenizer) -> Layout | None:
+    """The layout that this model's chat template prints, None if it is not one of LAYOUTS."""
+    call = {"type": "function", "id": "abcdefghi", "function": {"name": PROBE, "arguments": {"probe_key": 1}}}
+    asked = {"role": "user", "content": "x"}
+    try:
+        text = tokenizer.apply_chat_template(
+            [asked, {"role": "assistant", "content": "", "tool_calls": [call]}], add_generation_prompt=False
+        )
+    except TemplateError:
+        return None
+    for layout in LAYOUTS:
+        body = rf'{{"name":"{PROBE}","{layout.arguments}":{{"probe_key":1}}}}'
+        if layout.opens + body + layout.closes in re.sub(r"\s", "", text):
+            return layout
+    return None
+
+
+def tool_names(tools: list[dict]) -> list[str]:
+    return [tool["function"]["name"] for tool in tools]
+
+
+def api_call(name: str, arguments: str) -> dict:
+    """A call as the API words it; arguments are JSON text."""
+    return {
+        "id": f"call_{uuid.uuid4().hex[:24]}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+class ToolParser:
+    """Separates an answer, as it arrives, into text and calls."""
+
+    def __init__(self, layout: Layout | None, tools: list[dict]):
+        self.layout, self.names = layout, tool_names(tools)
+        self._text = ""  # not decided yet
+        self._inside = layout is not None and not layout.opens  # without marks, the whole answer may be one call
+
+    def feed(self, text: str) -> tuple[str, list[dict]]:
+        """Text that is certain to be text, and calls that are complete."""
+        if self.layout is None:
+            return text, []
+        self._text += text
+        shown, calls = "", []
+        while True:
+            if not self._inside:
+                before, opened, after = self._text.partition(self.layout.opens)
+                if not opened:
+                    keep = _possible_beginning(self._text, self.layout.opens)
+                    self._text = before[len(before) - keep :]
+                    return shown + before[: len(before) - keep], calls
+                shown, self._text, self._inside = shown + before, after, True
+            body, closed, after = self._text.partition(self.layout.closes) if self.layout.closes else ("", "", "")
+            if not closed:
+                return shown, calls
+            call = self._read(body)
+            if call is None:
+                shown += self.layout.opens + body + closed
+            else:
+                calls.append(call)
+            self._text, self._inside = after, False
+
+    def finish(self) -> tuple[str, list[dict]]:
+        """The answer is over: a call that was never closed counts if it is whole, else it is text."""
+        if not self._inside:
+            return self._text, []
+        call = self._read(self._text)
+        return ("", [call]) if call else (self.layout.opens + self._text, [])
+
+    def _read(self, body: str) -> dict | None:
+        try:
+            value = json.loads(body)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(value, dict) or value.get("name") not in self.names:
+            return None
+        arguments = value.get(self.layout.arguments)
+        return api_call(value["name"], json.dumps(arguments)) if isinstance(arguments, dict) else None
+
+
+def _possible_beginning(text: str, mark: str) -> int:
+    """How many of the last characters of `text` may be the beginning of `mark`."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)
+
+
+class ForcedCall:
+    """The same for an answer that was constrained to be one call: `name` is known, or stands in the answer."""
+
+    def __init__(self, name: str | None):
+        self.name, self._text = name, ""
+
+    def feed(self, text: str) -> tuple[str, list[dict]]:
+        self._text += text
+        return "", []
+
+    def finish(self) -> tuple[str, list[dict]]:
+        try:
+            value = json.loads(self._text)
+            if self.name is not None:
+                return "", [api_call(self.name, self._text)]
+            return "", [api_call(value["name"], json.dumps(value["arguments"]))]
+        except (ValueError, RecursionError):  # cut off by max_tokens: there is no call
+            return self._text, []
+
+
+def forced_schema(tools: list[dict], name: str | None) -> dict:
+    """The JSON Schema of a call that must be made: the arguments of one function, or name and arguments of any."""
+    if name is not None:
+        return _parameters(next(tool for tool in tools if tool["function"]["name"] == name))
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool["function"]["name"]}, "arguments": _parameters(tool)},
+            "required": ["name", "arguments"],
+        }
+        for tool in tools
+    ]
+    return {"anyOf": calls}
+
+
+def _parameters(tool: dict) -> dict:
+    return tool["function"].get("parameters") or {"type": "object", "properties": {}}
