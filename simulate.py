@@ -310,7 +310,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--trace", action="store_true", help="print a line per step")
     work = parser.add_argument_group("workload")
     work.add_argument("--requests", type=int, default=10_000)
-    work.add_argument("--rate", type=float, default=8.0, help="new conversations a second")
+    work.add_argument("--rate", type=float, default=5.0, help="new conversations a second")
     work.add_argument("--seed", type=int, default=0)
     work.add_argument("--prompt-mean", type=float, default=160.0, help="tokens of a request's own text")
     work.add_argument("--output-mean", type=float, default=64.0, help="tokens of an answer")

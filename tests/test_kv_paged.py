@@ -74,7 +74,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPoolMachine.settings = settings(stateful_step_count=40)
 
 
 def test_a_short_pool_is_left_as_it_was():
@@ -130,7 +130,6 @@ def test_F62_padding_never_reaches_a_live_slot(slots):
 
 
 @given(st.integers(1, 5), st.integers(1, 12), st.randoms(use_true_random=False))
-@settings(max_examples=30, deadline=None)
 def test_what_is_written_through_a_block_table_is_read_back(block_size, n_tokens, random):
     table = random.sample(range(1, 13), blocks_needed(n_tokens, block_size))
     cache = KVCache(1, 13, block_size, 2, 3, torch.float32)

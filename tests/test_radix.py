@@ -178,7 +178,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestCacheMachine.settings = settings(stateful_step_count=40)
 
 
 @pytest.mark.parametrize("kind", ["radix", "hash"])

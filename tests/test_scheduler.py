@@ -135,9 +135,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestSchedulerMachine.settings = settings(stateful_step_count=30, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.parametrize("seed", range(300))
