@@ -59,7 +59,8 @@ class BeamSearch:
         """The heirs of this step, best first; none means the search is over. Raises ValueError for unusable logits."""
         beams = list(self.live)
         raw = torch.stack([self.pending.pop(beam) for beam in beams]).float()  # [B, V]
-        processed = process_logits(raw, [beam.state for beam in beams])
+        masks = [beam.guided.mask() if beam.guided is not None else None for beam in beams]
+        processed = process_logits(raw, [beam.state for beam in beams], masks)
         for error in row_errors(raw, processed):
             if error is not None:
                 raise error
@@ -67,7 +68,8 @@ class BeamSearch:
         heirs = []
         for rank, (b, token, total) in enumerate(best):
             sampled = score(raw[b], token, self.request.params.logprobs)
-            if token in self.request.stop_ids:
+            guided = beams[b].guided
+            if token in self.request.stop_ids or (guided is not None and guided.completes(token)):
                 if rank < self.width:
                     self._finish(beams[b], sampled, total)
             elif len(heirs) < self.width:

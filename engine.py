@@ -11,7 +11,14 @@ The idea is the whole engine: catch up. A sequence knows its tokens and how many
     sample     wherever the last known token of a sequence was computed                (sampling.py)
     accept     the new token: text, stop, end; finished sequences give back their blocks (request.py)
 
-and nothing asks which "mode" it is in. Parallel answers (n > 1) are one sequence until its prompt is computed; the row
+and nothing asks which "mode" it is in. A sequence may carry guesses at its end (a draft: tokens that speculation
+proposes or that a grammar forces). They are computed like known tokens; then each of their rows is sampled as it would
+have been without them, and as long as the token comes out that had been guessed, the next row holds good too:
+
+    tokens   ... the cat | sat  on  his          draft of three
+    sampled               sat  on  the           "the" is accepted and ends it; what was computed for "his" is dropped
+
+Parallel answers (n > 1) are one sequence until its prompt is computed; the row
 of logits that follows is sampled n times and n - 1 forks share the prompt's blocks. A beam search is the same with
 another choice among the candidates (beam.py).
 
@@ -33,6 +40,7 @@ from collections.abc import Callable, Hashable
 import torch
 
 from beam import BeamSearch, Heir
+from guided import Guides
 from kv_paged import KVCache, blocks_needed
 from model import Batch, Transformer
 from request import Choice, Delta, Request
@@ -54,6 +62,7 @@ class Engine:
         eos_token_ids: frozenset[int],
         seed: int = 0,
         trace: Callable[[str], None] | None = None,
+        jump_forward: bool = True,
     ):
         self.model, self.kv, self.scheduler, self.tokenizer = model, kv, scheduler, tokenizer
         self.eos_token_ids, self.trace = eos_token_ids, trace
@@ -61,6 +70,8 @@ class Engine:
         self.seeds = random.Random(seed)  # for requests that bring none
         self.ids = itertools.count()
         self.requests: dict[int, Request] = {}
+        self.guides = Guides(tokenizer, model.config.vocab_size, eos_token_ids, jump_forward)
+        self.jumping: set[Choice] = set()  # have forced tokens that may be appended
 
     # -- requests come and go
 
@@ -87,6 +98,7 @@ class Engine:
         self._check_beams(params, len(prompt_ids) + limit)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
         request = Request(next(self.ids), list(prompt_ids), params, limit, stop_ids, self.tokenizer, prompt)
+        request.guided = self.guides.answer(params, prompt_ids)
         seq = Sequence(
             list(prompt_ids),
             max(limit, 1),
@@ -134,21 +146,51 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Delta]:
         """Compute one step and return what it added to whom."""
+        drafted = self._append_drafts() if self.jumping else []
         step = self.scheduler.schedule()
+        if drafted:
+            self._drop_unscheduled(step, drafted)
         if self.trace:
             self.trace(step.describe())
         if not step.entries:
             return []
+        deltas: list[Delta] = []
         try:
             self._move_blocks(step)
             rows = self._wanted_rows(step)
             logits = self.run_model(build_batch(step, rows, self.scheduler.block_size, self.model.norm.device))
             self.scheduler.computed(step)
-            searches, results = self._read_logits(step, rows, logits)
+            searches, ready = self._read_logits(step, rows, logits)
+            while ready:
+                results = self._pick(ready, logits)
+                ready = [r for r, result in zip(ready, results, strict=True) if self._accept(r[0], result, deltas)]
         except Exception as error:  # whatever went wrong, it went wrong for the requests of this step
-            return self._fail([seq.request.request for seq, _ in step.entries], error)
-        deltas = [delta for choice, result in results for delta in self._accept(choice, result)]
+            return deltas + self._fail([seq.request.request for seq, _ in step.entries], error)
         return deltas + [delta for request in searches for delta in self._advance_beams(request)]
+
+    def _append_drafts(self) -> list[Choice]:
+        """Let sequences that only lack their last token carry guesses behind it. Returns the choices that do."""
+        drafted = []
+        for choice in list(self.jumping):
+            if not choice.forced or choice.finish_reason is not None:
+                self.jumping.remove(choice)
+            elif choice.seq.state == "running" and choice.seq.num_new == 1:
+                drafted.append((choice, choice.forced))
+        for choice, draft in drafted:
+            room = choice.request.max_tokens - choice.state.n_output - 1  # the row after the last guess gives one more
+            choice.num_draft = len(draft[:room])
+            choice.seq.tokens += draft[:room]
+        return [choice for choice, _ in drafted if choice.num_draft]
+
+    def _drop_unscheduled(self, step: Step, drafted: list[Choice]) -> None:
+        """Guesses that this step does not compute are forgotten: for want of budget or blocks, or preempted."""
+        scheduled = {seq.id: n for seq, n in step.entries}
+        for choice in drafted:
+            seq = choice.seq
+            known = len(seq.tokens) - choice.num_draft
+            kept = max(known, min(len(seq.tokens), seq.num_computed + scheduled.get(seq.id, 0)))
+            self.scheduler.truncate(seq, kept)
+            choice.num_draft = kept - known
 
     def _move_blocks(self, step: Step) -> None:
         for seq, blocks in step.swap_out:
@@ -159,12 +201,14 @@ class Engine:
             seq.host = None
 
     def _wanted_rows(self, step: Step) -> list[range]:
-        """For each entry, the positions whose logits are needed: the last known token, and a prompt that is scored."""
+        """For each entry, the positions whose logits are needed: the last known token, guesses, a prompt to score."""
         wanted = []
         for seq, n in step.entries:
-            start, end = seq.num_computed, seq.num_computed + n
+            start, end, request = seq.num_computed, seq.num_computed + n, seq.request.request
             first = end - 1 if end == len(seq.tokens) else end
-            request = seq.request.request
+            if seq.request.num_draft:
+                unread = 0 if request.params.scored else min(len(seq.request.forced), seq.request.num_draft)
+                first -= seq.request.num_draft - unread
             if request.params.prompt_logprobs is not None and seq.request.index == 0:
                 scored = len(request.prompt_logprobs) - 1  # rows used so far: row p scores token p + 1
                 if scored < min(end, seq.num_prompt - 1):
@@ -173,11 +217,11 @@ class Engine:
         return wanted
 
     def _read_logits(self, step: Step, rows: list[range], logits: torch.Tensor) -> tuple[list[Request], list[tuple]]:
-        """Score prompts, fork parallel answers, and sample every sequence that has caught up.
+        """Score prompts, fork parallel answers, and find out who has caught up.
 
-        Returns the beam searches that now have all their logits, and (choice, Sampled or error) of everyone else.
+        Returns the beam searches that now have all their logits, and (choice, its last row) of everyone else.
         """
-        searches, ready, last_rows, row = [], [], [], 0
+        searches, ready, row = [], [], 0
         for (seq, _), wanted in zip(step.entries, rows, strict=True):
             choice, request = seq.request, seq.request.request
             if request.params.prompt_logprobs is not None and wanted:
@@ -190,12 +234,29 @@ class Engine:
                 caught_up = [choice]
                 while len(request.choices) < request.width:
                     caught_up.append(self._fork(request, seq))
-                ready += caught_up
-                last_rows += [row - 1] * len(caught_up)
-        if not ready:
-            return searches, []
-        picked = logits if last_rows == list(range(len(logits))) else logits[last_rows]
-        return searches, list(zip(ready, sample(picked, [choice.state for choice in ready]), strict=True))
+                ready += [(each, row - 1) for each in caught_up]
+        return searches, ready
+
+    def _pick(self, ready: list[tuple[Choice, int]], logits: torch.Tensor) -> list[Sampled | ValueError]:
+        """The next token of each choice: the forced one, or drawn from its row. A draft's rows end at the last one."""
+        results: list[Sampled | ValueError | None] = [None] * len(ready)
+        drawn, rows = [], []
+        for i, (choice, last) in enumerate(ready):
+            row, params = last - choice.num_draft, choice.request.params
+            if not choice.forced:
+                drawn.append(i)
+                rows.append(row)
+            elif params.scored:
+                (results[i],) = prompt_logprobs(logits[row : row + 1], choice.forced[:1], params.logprobs or 0)
+            else:
+                results[i] = Sampled(choice.forced[0])
+        if drawn:
+            picked = logits if rows == list(range(len(logits))) else logits[rows]
+            choices = [ready[i][0] for i in drawn]
+            masks = [choice.guided and choice.guided.mask() for choice in choices]
+            for i, result in zip(drawn, sample(picked, [choice.state for choice in choices], masks), strict=True):
+                results[i] = result
+        return results
 
     def _advance_beams(self, request: Request) -> list[Delta]:
         """One step of a beam search: heirs go on or are forked off, beams without heirs end, and so may the search."""
@@ -203,7 +264,7 @@ class Engine:
         try:
             heirs = search.choose()
             if not heirs and not search.finished:
-                raise ValueError("no continuation is possible: logit_bias forbids every token")
+                raise ValueError("no continuation is possible: logit_bias or the structure forbids every token")
         except ValueError as error:
             return self._fail([request], error)
         request.first_token = request.first_token or time.perf_counter()
@@ -216,7 +277,7 @@ class Engine:
             if beam not in beams:
                 self.scheduler.finish(beam.seq)
         for beam, heir in beams.items():
-            beam.state.commit(heir.sampled.token)
+            beam.commit(heir.sampled.token)
             beam.seq.tokens.append(heir.sampled.token)
             beam.logprobs.append(heir.sampled)
         search.live = {beam: heir.score for beam, heir in beams.items()}
@@ -227,25 +288,39 @@ class Engine:
         self._close_if_finished(request)
         return deltas
 
-    def _accept(self, choice: Choice, result: Sampled | ValueError) -> list[Delta]:
-        """Give a choice its token. Whatever goes wrong here is the fault of this request alone."""
-        request = choice.request
+    def _accept(self, choice: Choice, result: Sampled | ValueError, deltas: list[Delta]) -> bool:
+        """Give a choice its token. Returns whether the token had been guessed, so that its next row holds good too.
+
+        Whatever goes wrong here is the fault of this request alone.
+        """
+        request, seq = choice.request, choice.seq
         if choice.finish_reason is not None:  # a sibling's bad row ended the request a moment ago
-            return []
-        if request.max_tokens == 0:
-            return self._end(request, "length")
-        if isinstance(result, Exception):
-            return self._end(request, "error", str(result))
+            return False
+        if request.max_tokens == 0 or isinstance(result, Exception):
+            deltas += (
+                self._end(request, "length") if request.max_tokens == 0 else self._end(request, "error", str(result))
+            )
+            return False
         try:
-            delta = choice.accept(result)
+            deltas.append(choice.accept(result))
         except Exception as error:
-            return self._fail([request], error)
-        choice.seq.tokens.append(result.token)
+            deltas += self._fail([request], error)
+            return False
         request.first_token = request.first_token or time.perf_counter()
+        if choice.forced:
+            self.jumping.add(choice)
+        place = len(seq.tokens) - choice.num_draft
+        if choice.num_draft and seq.tokens[place] == result.token and choice.finish_reason is None:
+            choice.num_draft -= 1
+            return True
+        if choice.num_draft:
+            self.scheduler.truncate(seq, place)
+            choice.num_draft = 0
+        seq.tokens.append(result.token)
         if choice.finish_reason is not None:
-            self.scheduler.finish(choice.seq)
+            self.scheduler.finish(seq)
             self._close_if_finished(request)
-        return [delta]
+        return False
 
     def _score_prompt(self, request: Request, wanted: range, logits: torch.Tensor) -> None:
         """Row p of the prompt says how likely its token p + 1 was."""
@@ -264,7 +339,7 @@ class Engine:
         """One more parallel answer from the same computed prompt; it shares all blocks until it writes."""
         child = self.scheduler.fork(seq)
         index = len(request.choices)
-        child.request = Choice(request, index, child, seq.request.state.fork(index))
+        child.request = seq.request.fork(index, child)
         request.choices.append(child.request)
         return child.request
 

@@ -54,6 +54,7 @@ class LLM:
     max_model_len   the longest prompt plus answer; at most what the model was trained for
     policy          "fcfs", "priority" or "lpm"; preemption "recompute" or "swap"; batching "continuous" or "static"
     prefix_cache    "radix", "hash" or "none"
+    jump_forward    append what a structured answer can only go on with, instead of drawing it token by token
     kernels         "native" (C++ on a CPU, Triton on a GPU) or "reference"
     """
 
@@ -77,6 +78,7 @@ class LLM:
         reserve: str = "paged",
         chunked: bool = True,
         activations: str = "int8",
+        jump_forward: bool = True,
         kernels: str = "native",
         threads: int | None = None,
         seed: int = 0,
@@ -88,7 +90,7 @@ class LLM:
         choose("activations", activations, ["int8", "float"])
         self.quiet, self.max_model_len = quiet, max_model_len
         self.device = choose_device(device)
-        set_backend(kernels, self.device, threads)
+        kernels_in_use = set_backend(kernels, self.device, threads)
         start = time.perf_counter()
         ckpt = open_checkpoint(model)
         self.config = ckpt.config
@@ -96,7 +98,12 @@ class LLM:
         if dtype == "auto":
             dtype = "float32" if self.device.type == "cpu" else ckpt.config.dtype
         self.tokenizer = Tokenizer.from_checkpoint(ckpt)
+        threads = threads or os.cpu_count() or 1
+        torch.set_num_threads(1)  # loading is many small operations: threads would only wait for each other
         self.model = Transformer(ckpt, quant, DTYPES[dtype], self.device, self.max_model_len, self._progress)
+        # Quantised products run on the native kernels' own threads. Those of torch would still spin for a while after
+        # each of its operations, on the cores that the next kernel needs.
+        torch.set_num_threads(1 if kernels_in_use == "native" and quant else threads)
         set_activations(self.model, activations)
         self.load_s = time.perf_counter() - start
         self.kv = self._allocate(block_size, num_blocks, kv_memory, max_num_seqs)
@@ -122,7 +129,7 @@ class LLM:
             )
         eos = frozenset(self.config.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids)
         printer = (lambda line: print(line, file=sys.stderr)) if trace else None
-        self.engine = Engine(self.model, self.kv, self.scheduler, self.tokenizer, eos, seed, printer)
+        self.engine = Engine(self.model, self.kv, self.scheduler, self.tokenizer, eos, seed, printer, jump_forward)
         self.compiler: LayerCompiler | None = None
         self.graphs: DecodeGraphs | None = None
         if compile:
@@ -248,13 +255,13 @@ def choose_device(name: str) -> torch.device:
         raise ValueError(f"device={name!r} is not known; use auto, cpu, cuda or cuda:N") from None
 
 
-def set_backend(name: str, device: torch.device, threads: int | None) -> None:
+def set_backend(name: str, device: torch.device, threads: int | None) -> str:
+    """Choose the kernels and their threads (None: one for each processor); returns the backend now in use."""
     choose("kernels", name, ["native", "reference"])
     if threads is not None and threads < 1:
         raise ValueError(f"threads={threads}: at least 1")
-    torch.set_num_threads(threads or os.cpu_count() or 1)
     kernels.set_threads(threads or os.cpu_count() or 1)
-    kernels.set_backend("triton" if name == "native" and device.type == "cuda" else name)
+    return kernels.set_backend("triton" if name == "native" and device.type == "cuda" else name)
 
 
 if __name__ == "__main__":

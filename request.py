@@ -8,9 +8,9 @@ and wants to be told why each of them ended. Three things end an answer, and the
     a length       max_tokens, or the model's context                                                    "length"
 
 The idea. A `Request` owns one `Choice` per parallel answer. A choice is a chain: token -> sampler state (penalties,
-random numbers) -> incremental detokeniser (never half a character) -> stop checker (holds back what may become a stop
-string) -> text that is safe to show. Each accepted token yields a `Delta`; a stream is the concatenation of deltas, so
-it cannot differ from the whole.
+random numbers) -> automaton, if the output has a structure (guided.py; a complete text ends the answer) -> incremental
+detokeniser (never half a character) -> stop checker (holds back what may become a stop string) -> text that is safe to
+show. Each accepted token yields a `Delta`; a stream is the concatenation of deltas, so it cannot differ from the whole.
 
     tokens   "Hel" "lo" " W" "or" "ld" "</s>"
     deltas   "Hel" "lo"  ""   ""  " World"  (stop=["Wonder"] held " Wo" back until it could not be one)
@@ -30,6 +30,7 @@ from tokenizer import StopChecker, Tokenizer
 
 if TYPE_CHECKING:
     from beam import BeamSearch
+    from guided import GuidedAnswer
     from sequence import Sequence
 
 
@@ -93,6 +94,7 @@ class Request:
     first_token: float | None = None
     finished_at: float | None = None
     beams: BeamSearch | None = None  # of beam.py
+    guided: GuidedAnswer | None = None  # where every answer starts, if the output has a structure
 
     @property
     def finished(self) -> bool:
@@ -127,10 +129,14 @@ class Request:
 class Choice:
     """One answer in the making: the engine feeds it sampled tokens, it answers with deltas until it has ended."""
 
-    def __init__(self, request: Request, index: int, seq, state: SamplerState):
+    def __init__(self, request: Request, index: int, seq, state: SamplerState, guided: GuidedAnswer | None = None):
         self.request, self.index, self.seq, self.state = request, index, seq, state
+        self.guided = guided or (request.guided and request.guided.fork())
+        self.num_draft = 0  # tokens at the end of seq.tokens that are not accepted yet
         params = request.params
         self.detokenizer = request.tokenizer.detokenizer(request.prompt_ids)
+        if self.guided is not None:  # a structured text begins afresh, even where the prompt breaks off in a character
+            self.detokenizer.finish()
         self.stops = StopChecker(list(params.stop), params.include_stop_str_in_output)
         self.text = ""
         self.logprobs: list[Sampled] = []
@@ -143,15 +149,32 @@ class Choice:
     def token_ids(self) -> list[int]:
         return self.state.output
 
+    @property
+    def forced(self) -> list[int]:
+        """Tokens that follow without being drawn."""
+        return self.guided.forced if self.guided is not None else []
+
+    def fork(self, index: int, seq: Sequence) -> Choice:
+        """A parallel answer that has decided nothing yet, or another beam with the same past."""
+        return Choice(self.request, index, seq, self.state.fork(index), self.guided and self.guided.fork())
+
+    def commit(self, token: int) -> None:
+        """`token` is decided."""
+        self.state.commit(token)
+        if self.guided is not None:
+            self.guided.commit(token)
+
     def accept(self, sampled: Sampled) -> Delta:
         """One more token is decided: what may be shown now, and whether that was the end."""
         token, request = sampled.token, self.request
-        self.state.commit(token)
+        self.commit(token)
         self.logprobs.append(sampled)
         self.cumulative_logprob += sampled.logprob or 0.0
         piece = "" if token in request.stop_ids else self.detokenizer.add([token])
         if token in request.stop_ids:
             self.finish_reason, self.stop_reason = "stop", token
+        elif self.guided is not None and self.guided.is_complete:
+            self.finish_reason = "stop"
         elif len(self.token_ids) >= request.max_tokens:
             self.finish_reason = "length"
         return self._delta(piece, [sampled])

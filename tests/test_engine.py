@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 
 import hypothesis
 import pytest
@@ -12,6 +13,7 @@ from test_naive import weights_of
 
 import engine as engine_module
 import generate
+import guided
 import naive
 from checkpoint import open_checkpoint
 from engine import Engine
@@ -21,6 +23,7 @@ from radix import HashCache, RadixCache
 from sampling import SamplerState, sample
 from sampling_params import SamplingParams
 from scheduler import Scheduler
+from structured import TokenTrie, guide_for
 from tokenizer import Tokenizer
 
 CONTEXT = 64
@@ -38,7 +41,9 @@ def world(arch: str = "llama"):
     return ckpt, weights_of(ckpt), Transformer(ckpt, max_model_len=CONTEXT), Tokenizer.from_checkpoint(ckpt)
 
 
-def make_engine(arch="llama", block_size=4, num_blocks=200, prefix_cache="radix", **switches) -> Engine:
+def make_engine(
+    arch="llama", block_size=4, num_blocks=200, prefix_cache="radix", jump_forward=True, **switches
+) -> Engine:
     ckpt, _, model, tokenizer = world(arch)
     c = ckpt.config
     pool = BlockPool(num_blocks + 1, block_size)
@@ -47,7 +52,7 @@ def make_engine(arch="llama", block_size=4, num_blocks=200, prefix_cache="radix"
     cache = {"radix": RadixCache, "hash": HashCache, "none": lambda pool: None}[prefix_cache](pool)
     scheduler = Scheduler(pool, cache, **({"max_model_len": CONTEXT} | switches))
     eos = frozenset(c.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
-    return Engine(model, kv, scheduler, tokenizer, eos)
+    return Engine(model, kv, scheduler, tokenizer, eos, jump_forward=jump_forward)
 
 
 def run(engine: Engine, requests: list, arrivals: list[int] | None = None) -> list:
@@ -76,28 +81,67 @@ def assert_all_free(engine: Engine) -> None:
 
 
 @functools.cache
-def naive_answer(arch: str, prompt: tuple[int, ...], params_key: tuple, choice: int) -> list[int]:
+def naive_answer(arch: str, prompt: tuple[int, ...], params_key: tuple, choice: int, jump: bool) -> list[int]:
     ckpt, weights, _, tokenizer = world(arch)
     params = SamplingParams(**dict(params_key))
-    eos = () if params.ignore_eos else (*ckpt.config.eos_token_ids, *tokenizer.eos_token_ids)
-    state = SamplerState(params, prompt, choice, params.seed, eos)
+    eos = (*ckpt.config.eos_token_ids, *tokenizer.eos_token_ids)
+    state = SamplerState(params, prompt, choice, params.seed, () if params.ignore_eos else eos)
+    guide = guide_of(params, eos)
+    at = guide and guide.start
+    forced, ended = [], []
 
     def pick(logits):
-        (result,) = sample(logits[None], [state])
-        state.commit(result.token)
-        return result.token
+        nonlocal at, forced
+        if guide and jump and not forced:
+            before = tokenizer.decode([*prompt, *state.output][-guided.TAIL :])
+            forced = guide.jump(at, lambda text: tokenizer.encode(text, add_special_tokens=False), before)
+        mask = guide and guide.mask(at).clone()
+        if guide and params.ignore_eos and not guide.is_complete(at):
+            mask[list(eos)] = False
+        token = forced.pop(0) if forced else sample(logits[None], [state], [mask])[0].token
+        state.commit(token)
+        if guide and not ended:
+            at = guide.advance(at, token)
+            if guide.is_complete(at):
+                ended.append(len(state.output))
+                at = guide.start  # whatever follows is cut off below
+        return token
 
     limit = min(params.max_tokens, CONTEXT - len(prompt))
-    return naive.generate(weights, ckpt.config, list(prompt), limit, pick, (*eos, *params.stop_token_ids))
+    stops = (*(() if params.ignore_eos else eos), *params.stop_token_ids)
+    ids = naive.generate(weights, ckpt.config, list(prompt), limit, pick, stops)
+    return ids[: ended[0]] if ended else ids
 
 
-def expected(arch: str, prompt: list[int], params: SamplingParams, choice: int = 0) -> list[int]:
+@functools.cache
+def trie() -> TokenTrie:
+    return TokenTrie.from_tokenizer(world()[3], 320)
+
+
+def guide_of(params: SamplingParams, eos: tuple[int, ...]):
+    for kind in ("regex", "json_schema", "choice"):
+        source = getattr(params, kind)
+        if source is not None:
+            return guide_for(kind, source if kind == "regex" else json.dumps(source), trie(), tuple(sorted({*eos})))
+    return None
+
+
+def expected(arch: str, prompt: list[int], params: SamplingParams, choice: int = 0, jump: bool = True) -> list[int]:
     fields = {f.name: getattr(params, f.name) for f in dataclasses.fields(params)}
+    fields["json_schema"] = params.json_schema and json.dumps(params.json_schema)
     key = tuple((k, v) for k, v in fields.items() if not isinstance(v, dict))
-    return naive_answer(arch, tuple(prompt), key, choice)
+    return naive_answer(arch, tuple(prompt), key, choice, jump)
 
 
 # -- the ladder --------------------------------------------------------------------------------------------------
+
+
+STRUCTURES = (
+    {"regex": "the [a-f]{2,5}(, on the mat)*"},
+    {"regex": "[^x]*"},
+    {"choice": ["a test of the engine", "a test", "b"]},
+    {"json_schema": {"properties": {"name": {"type": "boolean"}}, "required": ["name"], "additionalProperties": False}},
+)
 
 
 @st.composite
@@ -117,6 +161,7 @@ def workloads(draw):
             repetition_penalty=draw(st.sampled_from([1.0, 1.0, 1.3])),
             ignore_eos=draw(st.booleans()),
             stop_token_ids=draw(st.sampled_from([[], list(range(100, 160))])),
+            **draw(st.sampled_from([{}, {}, *STRUCTURES])),
         )
         requests.append((prompt, params))
     return requests, [draw(st.integers(0, 6)) for _ in requests]
@@ -135,6 +180,7 @@ def switches(draw):
         "policy": draw(st.sampled_from(["fcfs", "lpm", "priority"])),
         "preemption": draw(st.sampled_from(["recompute", "swap"])),
         "batching": draw(st.sampled_from(["continuous", "continuous", "static"])),
+        "jump_forward": draw(st.booleans()),
     }
     if chosen["max_num_batched_tokens"] >= CONTEXT:
         chosen["chunked"] = draw(st.booleans())
@@ -150,7 +196,8 @@ def test_ladder(workload, chosen):
     outputs = run(make_engine(**chosen), requests, arrivals)
     for (prompt, params), output in zip(requests, outputs, strict=True):
         for choice, answer in enumerate(output.outputs):
-            assert answer.token_ids == expected(chosen["arch"], prompt, params, choice), (prompt, params, choice)
+            wanted = expected(chosen["arch"], prompt, params, choice, chosen["jump_forward"])
+            assert answer.token_ids == wanted, (prompt, params, choice)
             assert answer.finish_reason in ("stop", "length")
 
 
