@@ -71,7 +71,7 @@ const char* run_linear(Arguments a) {
     return nullptr;
 }
 
-// One row of a packed table: code (channel, input) sits in step input / 4 % 8 of its group, byte 4 * channel + input % 4.
+// One row of a packed table: the code of (channel, input) is in step input / 4 % 8, byte 4 * channel + input % 4.
 const char* run_embedding(Arguments a) {
     const int64_t bits = a.integer();
     auto* ids = a.pointer<const int64_t>();
@@ -130,7 +130,8 @@ template <class T> void rope_row(const Rope& p, int64_t row) {
     thread_local std::vector<float> buffer;
     buffer.resize(2 * p.head_dim);
     float *normed = buffer.data(), *rotated = normed + p.head_dim;
-    const float *x = p.qkv + row * (p.heads + 2 * p.kv_heads) * p.head_dim, *cs = p.cos_sin + p.positions[row] * p.head_dim;
+    const float* x = p.qkv + row * (p.heads + 2 * p.kv_heads) * p.head_dim;
+    const float* cs = p.cos_sin + p.positions[row] * p.head_dim;
     for (int64_t h = 0; h < p.heads; h++, x += p.head_dim) {
         if (p.q_norm) rms_norm_row(x, p.q_norm, p.head_dim, p.eps, normed);
         rotate(p.q_norm ? normed : x, cs, p.head_dim, p.q + (row * p.heads + h) * p.head_dim);

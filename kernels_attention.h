@@ -96,7 +96,8 @@ inline void scores(const float* const* q, const T* const* k, int64_t dim, float 
 
 // Weighted values of R rows, V vectors of components at a time.
 template <int R, int V, bool PART, class T>
-inline void weigh(const float (*weights)[KEYS], const T* const* v, Range range, int64_t d, int64_t dim, float* const* acc) {
+inline void weigh(const float (*weights)[KEYS], const T* const* v, Range range, int64_t d, int64_t dim,
+                  float* const* acc) {
     vf sum[R][V];
     for (auto& row : sum) for (auto& x : row) x = splat(0.0f);
     for (int64_t j = range.begin; j < range.end; j++) {
@@ -115,7 +116,8 @@ constexpr int HEADER = 16;
 
 // R rows against one tile; a row that sees nothing of it gets m = -infinity and is skipped by the fold.
 template <int R, class T>
-void tile_rows(const Attention& p, const float* const* q, const T* const* k, const T* const* v, const Range* seen, float* const* out) {
+void tile_rows(const Attention& p, const float* const* q, const T* const* k, const T* const* v, const Range* seen,
+               float* const* out) {
     alignas(64) float weights[R][KEYS];
     Range all = {KEYS, 0};
     for (int r = 0; r < R; r++) {
@@ -150,7 +152,8 @@ void tile_rows(const Attention& p, const float* const* q, const T* const* k, con
         out[r][1] = sum_lanes(sum);
     }
     int64_t d = 0;
-    for (; d + WIDE * LANES <= p.head_dim; d += WIDE * LANES) weigh<R, WIDE, false>(weights, v, all, d, p.head_dim, acc);
+    for (; d + WIDE * LANES <= p.head_dim; d += WIDE * LANES)
+        weigh<R, WIDE, false>(weights, v, all, d, p.head_dim, acc);
     for (; d + LANES <= p.head_dim; d += LANES) weigh<R, 1, false>(weights, v, all, d, p.head_dim, acc);
     if (d < p.head_dim) weigh<R, 1, true>(weights, v, all, d, p.head_dim, acc);
 }
@@ -173,11 +176,13 @@ template <class T, class Sink>
 void block_tiles(const Attention& p, const RowBlock& b, int64_t first, int64_t last, Sink&& sink) {
     thread_local std::vector<float> queries, partial;
     const int64_t group = p.heads / p.kv_heads, rows = b.tokens * group, dim = padded_dim(p.head_dim);
-    const int64_t start = p.query_start[b.s], position = p.context_lens[b.s] - (p.query_start[b.s + 1] - start) + b.first;
+    const int64_t start = p.query_start[b.s], count = p.query_start[b.s + 1] - start;
+    const int64_t position = p.context_lens[b.s] - count + b.first;
     if (int64_t(queries.size()) < rows * dim) queries.resize(rows * dim);
     if (int64_t(partial.size()) < 6 * (HEADER + dim)) partial.resize(6 * (HEADER + dim));
     for (int64_t r = 0; r < rows; r++) {  // token-major: row r is token r / group, head r % group
-        const float* from = p.q + ((start + b.first + r / group) * p.heads + b.kv_head * group + r % group) * p.head_dim;
+        const int64_t token = start + b.first + r / group, head = b.kv_head * group + r % group;
+        const float* from = p.q + (token * p.heads + head) * p.head_dim;
         for (int64_t i = 0; i < p.head_dim; i++) queries[r * dim + i] = from[i] * p.scale;
         std::memset(&queries[r * dim] + p.head_dim, 0, (dim - p.head_dim) * sizeof(float));
     }
@@ -223,7 +228,8 @@ inline void write_rows(const Attention& p, const RowBlock& b, const float* total
     const int64_t group = p.heads / p.kv_heads, stride = HEADER + padded_dim(p.head_dim);
     for (int64_t r = 0; r < b.tokens * group; r++) {
         const float* total = totals + r * stride;
-        float* to = p.out + ((p.query_start[b.s] + b.first + r / group) * p.heads + b.kv_head * group + r % group) * p.head_dim;
+        const int64_t token = p.query_start[b.s] + b.first + r / group, head = b.kv_head * group + r % group;
+        float* to = p.out + (token * p.heads + head) * p.head_dim;
         for (int64_t i = 0; i < p.head_dim; i++) to[i] = total[HEADER + i] / total[1];
     }
 }

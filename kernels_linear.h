@@ -129,8 +129,9 @@ struct Int8Channel {
 };
 
 // The integer dots of one group: R rows x H vectors of channels.
-template <int R, int H, class W> inline void group_dots(const uint8_t* w, const int8_t* const* x, const int32_t* const* sums,
-                                                        int64_t g, vf (&out)[R][H]) {
+template <int R, int H, class W>
+inline void group_dots(const uint8_t* w, const int8_t* const* x, const int32_t* const* sums, int64_t g,
+                       vf (&out)[R][H]) {
     dot d[R][H];
     if constexpr (W::BYTES == 4 * STEP) {
         for (auto& row : d) for (auto& v : row) v = dot_zero();
@@ -162,19 +163,22 @@ template <int R, int H, class W> inline void group_dots(const uint8_t* w, const 
 }
 
 // The same sums over float activations: the four bytes of a lane become four float vectors, inputs in order.
-template <int I, int R, int H, bool SIGNED> inline void float_step(const vb (&w)[H], const float* const* x, int64_t k, vf (&out)[R][H]) {
+template <int I, int R, int H, bool SIGNED>
+inline void float_step(const vb (&w)[H], const float* const* x, int64_t k, vf (&out)[R][H]) {
     for (int h = 0; h < H; h++) {
         vf wide = SIGNED ? byte_s<I>(w[h]) : byte_u<I>(w[h]);
         for (int r = 0; r < R; r++) out[r][h] = fma(wide, splat(x[r][k + I]), out[r][h]);
     }
 }
-template <int R, int H, bool SIGNED> inline void float_steps(const vb (&w)[H], const float* const* x, int64_t k, vf (&out)[R][H]) {
+template <int R, int H, bool SIGNED>
+inline void float_steps(const vb (&w)[H], const float* const* x, int64_t k, vf (&out)[R][H]) {
     float_step<0, R, H, SIGNED>(w, x, k, out);
     float_step<1, R, H, SIGNED>(w, x, k, out);
     float_step<2, R, H, SIGNED>(w, x, k, out);
     float_step<3, R, H, SIGNED>(w, x, k, out);
 }
-template <int R, int H, class W> inline void group_floats(const uint8_t* w, const float* const* x, int64_t g, vf (&out)[R][H]) {
+template <int R, int H, class W>
+inline void group_floats(const uint8_t* w, const float* const* x, int64_t g, vf (&out)[R][H]) {
     for (auto& row : out) for (auto& v : row) v = splat(0.0f);
     constexpr bool SIGNED = W::BYTES == 8 * STEP;
     for (int c = 0; c < W::BYTES / STEP; c++) {

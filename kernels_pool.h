@@ -68,7 +68,7 @@ private:
     void take_items() {
         uint64_t t = ticket_.load(std::memory_order_acquire);
         for (;;) {
-            // These may already belong to the next job; then the ticket has passed through NONE_LEFT and the swap fails.
+            // These may already belong to the next job; then the ticket passed through NONE_LEFT and the swap fails.
             Task task = task_.load(std::memory_order_relaxed);
             void* context = context_.load(std::memory_order_relaxed);
             int64_t item = t & NONE_LEFT;

@@ -123,7 +123,8 @@ inline vf max(vf a, vf b) { return _mm256_max_ps(a, b); }
 inline vf abs(vf a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
 inline vf round(vf a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline vf scale2(vf a, vf n) {  // a * 2^n for whole n in -126..127
-    return mul(a, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23)));
+    __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+    return mul(a, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
 }
 inline vb load_bytes(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
 inline vb low_nibbles(vb v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
@@ -161,7 +162,10 @@ template <class F> inline vf lanes(F f) { vf r; for (int i = 0; i < LANES; i++) 
 template <class T> inline vf load(const T* p) { return lanes([&](int i) { return to_float(p[i]); }); }
 inline void store(float* p, vf a) { std::memcpy(p, a.v, sizeof a.v); }
 inline void store_sums(float* p, const vf (&v)[4]) {  // the sums over the lanes of four vectors
-    for (int i = 0; i < 4; i++) p[i] = ((v[i].v[0] + v[i].v[1]) + (v[i].v[2] + v[i].v[3])) + ((v[i].v[4] + v[i].v[5]) + (v[i].v[6] + v[i].v[7]));
+    for (int i = 0; i < 4; i++) {
+        const float* s = v[i].v;
+        p[i] = ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]));
+    }
 }
 inline vf splat(float s) { return lanes([&](int) { return s; }); }
 inline vf add(vf a, vf b) { return lanes([&](int i) { return a.v[i] + b.v[i]; }); }
@@ -172,7 +176,9 @@ inline vf fma(vf a, vf b, vf c) { return lanes([&](int i) { return a.v[i] * b.v[
 inline vf max(vf a, vf b) { return lanes([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
 inline vf abs(vf a) { return lanes([&](int i) { return std::fabs(a.v[i]); }); }
 inline vf round(vf a) { return lanes([&](int i) { return std::nearbyint(a.v[i]); }); }
-inline vf scale2(vf a, vf n) { return lanes([&](int i) { return a.v[i] * bits_float(uint32_t(int(n.v[i]) + 127) << 23); }); }
+inline vf scale2(vf a, vf n) {
+    return lanes([&](int i) { return a.v[i] * bits_float(uint32_t(int(n.v[i]) + 127) << 23); });
+}
 inline vb load_bytes(const uint8_t* p) { vb r; std::memcpy(r.v, p, sizeof r.v); return r; }
 inline vb low_nibbles(vb a) { for (auto& b : a.v) b &= 15; return a; }
 inline vb high_nibbles(vb a) { for (auto& b : a.v) b >>= 4; return a; }
