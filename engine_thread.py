@@ -92,6 +92,7 @@ class Job:
     def __init__(self, served: Served, streaming: bool):
         self.served, self.streaming = served, streaming
         self.requests: list[Request] = []
+        self.unfinished = 0  # of them; the engine thread's own
         self.ended = asyncio.Event()
         self._unread: list[Delta] = []
         self._news = asyncio.Event()
@@ -180,6 +181,7 @@ class EngineThread:
                 for request in job.requests:
                     engine.abort(request)
                 raise
+            job.unfinished = len(job.requests)
             served.jobs |= {request.id: job for request in job.requests}
 
         try:
@@ -299,10 +301,11 @@ class EngineThread:
             served.metrics.count(request, group, now)
             closed = request.finished
             if closed:
+                job.unfinished -= 1
                 del served.jobs[request.id]
                 served.metrics.close(request)
                 served.seconds += 0.1 * (now - request.arrival - served.seconds)
-            self._send(job, group, int(closed), closed and all(r.finished for r in job.requests))
+            self._send(job, group, int(closed), job.unfinished == 0)
 
     def _send(self, job: Job, deltas: list[Delta], closed: int, ended: bool) -> None:
         """Put a delivery into the outbox; one wake-up of the event loop empties it, however much is in it by then."""

@@ -88,17 +88,18 @@ class Metrics:
         last = self._last.get(request.id)
         if last is None:
             last = self._last[request.id] = {}
+        tokens: dict[int, int] = {}
         for delta in deltas:
-            if not delta.token_ids:
-                continue
-            if not last:
+            tokens[delta.index] = tokens.get(delta.index, 0) + len(delta.token_ids)
+        for index, n in tokens.items():
+            if n and not last:
                 self._observe("time_to_first_token_seconds", now - request.arrival)
-            if delta.index in last:
-                gap = (now - last[delta.index]) / len(delta.token_ids)  # several came at once: they share the wait
-                for _ in delta.token_ids:
-                    self._observe("inter_token_seconds", gap)
-            last[delta.index] = now
-            self.generated_tokens += len(delta.token_ids)
+            if index in last:
+                for _ in range(n):  # several that came at once share the wait
+                    self._observe("inter_token_seconds", (now - last[index]) / n)
+            if n:
+                last[index] = now
+            self.generated_tokens += n
 
     def close(self, request: Request) -> None:
         """A request has ended."""

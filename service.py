@@ -20,7 +20,6 @@ Left out: queueing per client or per key; whoever may use the server may use all
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Callable, Hashable
@@ -33,7 +32,6 @@ from engine_thread import EngineThread, Job, Served
 from http_guard import ApiError
 from policies import POLICIES
 from sampling_params import SamplingParams
-from structured import compile_choice, compile_json_schema, compile_regex
 
 log = logging.getLogger("vitrine")
 
@@ -95,16 +93,6 @@ class Service:
                 code="context_length_exceeded",
             )
 
-    @staticmethod
-    def check_shape(params: SamplingParams) -> None:
-        """Compile what shapes the output, so that a bad grammar is refused before it is queued. For helper threads."""
-        if params.regex is not None:
-            compile_regex(params.regex)
-        if params.json_schema is not None:
-            compile_json_schema(json.dumps(params.json_schema))
-        if params.choice is not None:
-            compile_choice(params.choice)
-
     # -- into the engine
 
     async def submit(
@@ -127,8 +115,8 @@ class Service:
             )
         if priority and served.llm.scheduler.policy is not POLICIES["priority"]:
             raise ApiError(400, f"priority={priority} needs a server started with --policy priority", "priority")
-        if params.regex or params.json_schema is not None or params.choice:
-            await self.help(self.check_shape, params)
+        # A grammar takes long to compile: here, so that the engine thread finds it ready. A bad one is refused.
+        await self.help(served.llm.engine.guides.answer, params, prompts[0][0])
         return await self.engine.submit(served, prompts, params, priority, namespace, streaming)
 
     def record(self, path: str, job: Job, user: str | None = None) -> None:
