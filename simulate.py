@@ -10,8 +10,9 @@ clock, let each step cost what a formula says, and let the "model" say any token
              ▲                                               │
              └── next turn, after some thinking ◄── finish ◄─┴─► append a token, note TTFT, TPOT
 
-    python scheduler.py --simulate --requests 100000 --rate 30 --policy lpm --json
-    python scheduler.py --cost                    what planning one step costs with 10, 1,000 and 100,000 waiting
+    python scheduler.py --simulate --requests 1000000     ten million steps in 5 1/2 minutes of one core, 19 us planning each
+    python scheduler.py --cost                            a step planned with 10 / 1,000 / 100,000 waiting, 32 running:
+                                                          fcfs 44 / 45 / 50 us, lpm 78 / 90 / 94 us
 
 Lengths are lognormal, as in chat traces; shared prefixes are drawn by Zipf's law; a conversation's next prompt is all
 of the one before and more. The constants of the cost formula are flags: fit them to a machine with `bench.py decode`.
