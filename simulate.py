@@ -10,7 +10,7 @@ clock, let each step cost what a formula says, and let the "model" say any token
              ▲                                               │
              └── next turn, after some thinking ◄── finish ◄─┴─► append a token, note TTFT, TPOT
 
-    python scheduler.py --simulate --requests 1000000     ten million steps in 5 1/2 minutes of one core, 19 us planning each
+    python scheduler.py --simulate --requests 1000000     ten million steps in 5 1/2 minutes, 19 us to plan each
     python scheduler.py --cost                            a step planned with 10 / 1,000 / 100,000 waiting, 32 running:
                                                           fcfs 44 / 45 / 50 us, lpm 78 / 90 / 94 us
 
