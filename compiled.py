@@ -22,7 +22,9 @@ Two ideas, and which one pays depends on who does the arithmetic.
 
        batch of 5 -> bucket 8:  rows 5, 6, 7 have slot 0, context length 1, block table 0
 
-A replay is cheap to record on a CPU, so there every batch size is a bucket of its own and nothing is padded.
+A replay is cheap to record on a CPU, so there every batch size is a bucket of its own and nothing is padded. A sequence
+that computes several tokens (a short prompt, the check of guesses) is replayed too, as several sequences of one token
+over the same pages: every layer writes the keys of all rows before the first row looks at any.
 
 Sources: gpt-fast for compiling the decode step, torch's regional compilation recipe for the single layer, vLLM and
 TensorRT-LLM for graphs per batch bucket. Left out: compiling the prefill for fixed lengths, whole-model graphs.
@@ -34,11 +36,12 @@ import sys
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from types import FunctionType
 
 import torch
 
 import kernels
-from model import Batch, DecoderLayer, Transformer
+from model import Batch, DecoderLayer, Transformer, padding_batch
 
 GPU_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -67,7 +70,10 @@ class LayerCompiler:
 
     def install(self, model: Transformer) -> None:
         """Have `model` run its layers compiled from now on."""
-        run = torch.compile(DecoderLayer.forward, fullgraph=True, backend=self)
+        # torch.compile keeps its graphs with the code object and allows it eight: each model gets its own copy of it.
+        source = DecoderLayer.forward
+        copy = FunctionType(source.__code__.replace(co_name=f"layer_{id(self)}"), source.__globals__)
+        run = torch.compile(copy, fullgraph=True, backend=self)
 
         marked = set()  # kinds of step that have their graph; marking costs more than the call, so it is done once
 
@@ -105,13 +111,16 @@ class DecodeGraphs:
         self.seconds = 0.0  # spent recording
 
     def __call__(self, batch: Batch) -> torch.Tensor:
-        """float32 logits [R, vocab]: replayed if every sequence computes one token, else computed as always.
+        """float32 logits [R, vocab]: replayed if the rows fit into a bucket, else computed as always.
 
         Replayed logits are overwritten by the next replay.
         """
-        rows = len(batch.tokens)
-        if not batch.one_each or rows > self.buckets[-1]:
+        rows, wanted = len(batch.tokens), None
+        if rows > self.buckets[-1]:
             return self.model(batch, self.kv)
+        if not batch.one_each:
+            wanted = batch.logit_rows
+            batch = one_token_each(batch)
         bucket = self.buckets[bisect_left(self.buckets, rows)]
         static, logits, replay = self.recorded.get(bucket) or self.record(bucket)
         if rows < bucket:
@@ -122,28 +131,32 @@ class DecodeGraphs:
             getattr(static, name)[:rows] = getattr(batch, name)[:rows]
         static.block_tables[:rows, : batch.block_tables.shape[1]] = batch.block_tables[:rows]
         replay()
-        return logits[:rows]
+        return logits[:rows] if wanted is None or len(wanted) == rows else logits[wanted]
 
     def record(self, bucket: int) -> tuple[Batch, torch.Tensor, Callable]:
         start = time.perf_counter()
 
-        def zeros(*shape, dtype=torch.int64):
-            return torch.zeros(shape, dtype=dtype, device=self.device)
-
-        static = Batch(
-            tokens=zeros(bucket),
-            positions=zeros(bucket),
-            slot_mapping=zeros(bucket),
-            block_tables=zeros(bucket, self.max_blocks, dtype=torch.int32),
-            query_start=torch.arange(bucket + 1, dtype=torch.int32, device=self.device),
-            context_lens=torch.ones(bucket, dtype=torch.int32, device=self.device),
-            logit_rows=torch.arange(bucket, device=self.device),
-            one_each=True,
-        )
+        static = padding_batch(bucket, self.device, self.max_blocks)
         logits, replay = self.capture(lambda: self.model(static, self.kv))
         self.recorded[bucket] = static, logits, replay
         self.seconds += time.perf_counter() - start
         return self.recorded[bucket]
+
+
+def one_token_each(batch: Batch) -> Batch:
+    """The same rows as sequences of one token each, which share their pages."""
+    rows = len(batch.tokens)
+    owner = torch.repeat_interleave(batch.query_start.diff().long())  # [T], sequence of each row
+    return Batch(
+        tokens=batch.tokens,
+        positions=batch.positions,
+        slot_mapping=batch.slot_mapping,
+        block_tables=batch.block_tables[owner],
+        query_start=torch.arange(rows + 1, dtype=torch.int32, device=batch.tokens.device),
+        context_lens=(batch.positions + 1).int(),
+        logit_rows=torch.arange(rows, device=batch.tokens.device),
+        one_each=True,
+    )
 
 
 def tape_capture(run: Callable) -> tuple[torch.Tensor, Callable]:

@@ -47,6 +47,7 @@ from request import Choice, Delta, Request
 from sampling import Sampled, SamplerState, prompt_logprobs, sample
 from sampling_params import SamplingParams
 from scheduler import Scheduler, Sequence, Step
+from speculative import Speculator, verdict
 from tokenizer import Tokenizer
 
 
@@ -63,9 +64,10 @@ class Engine:
         seed: int = 0,
         trace: Callable[[str], None] | None = None,
         jump_forward: bool = True,
+        speculator: Speculator | None = None,
     ):
         self.model, self.kv, self.scheduler, self.tokenizer = model, kv, scheduler, tokenizer
-        self.eos_token_ids, self.trace = eos_token_ids, trace
+        self.eos_token_ids, self.trace, self.speculator = eos_token_ids, trace, speculator
         self.run_model: Callable[[Batch], torch.Tensor] = lambda batch: model(batch, kv)
         self.seeds = random.Random(seed)  # for requests that bring none
         self.ids = itertools.count()
@@ -146,7 +148,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Delta]:
         """Compute one step and return what it added to whom."""
-        drafted = self._append_drafts() if self.jumping else []
+        drafted = self._append_drafts() if self.jumping or self.speculator is not None else []
         step = self.scheduler.schedule()
         if drafted:
             self._drop_unscheduled(step, drafted)
@@ -166,21 +168,36 @@ class Engine:
                 ready = [r for r, result in zip(ready, results, strict=True) if self._accept(r[0], result, deltas)]
         except Exception as error:  # whatever went wrong, it went wrong for the requests of this step
             return deltas + self._fail([seq.request.request for seq, _ in step.entries], error)
+        for choice in drafted:
+            if choice.num_guessed:
+                self.speculator.observe(choice)
         return deltas + [delta for request in searches for delta in self._advance_beams(request)]
 
     def _append_drafts(self) -> list[Choice]:
         """Let sequences that only lack their last token carry guesses behind it. Returns the choices that do."""
-        drafted = []
-        for choice in list(self.jumping):
-            if not choice.forced or choice.finish_reason is not None:
-                self.jumping.remove(choice)
-            elif choice.seq.state == "running" and choice.seq.num_new == 1:
-                drafted.append((choice, choice.forced))
-        for choice, draft in drafted:
-            room = choice.request.max_tokens - choice.state.n_output - 1  # the row after the last guess gives one more
-            choice.num_draft = len(draft[:room])
-            choice.seq.tokens += draft[:room]
-        return [choice for choice, _ in drafted if choice.num_draft]
+        self.jumping = {choice for choice in self.jumping if choice.forced and choice.finish_reason is None}
+        able = [s.request for s in self.scheduler.running if s.num_new == 1 and s.request.state.n_output]
+        able = [choice for choice in able if choice.request.beams is None]
+        drafts = {choice: choice.forced for choice in able if choice.forced}
+        guesses = [choice for choice in able if not choice.forced] if self.speculator is not None else []
+        if guesses:
+            drafts |= zip(guesses, self._guess(guesses), strict=True)
+        for choice, draft in drafts.items():
+            draft = draft[: _room(choice)]
+            choice.num_draft, choice.num_right = len(draft), 0
+            choice.num_guessed = 0 if choice.forced else len(draft)
+            choice.seq.tokens += draft
+        return [choice for choice in drafts if choice.num_draft]
+
+    def _guess(self, choices: list[Choice]) -> list[list[int]]:
+        """Ask the speculator. Guesses are a luxury: one that fails to make them is done without."""
+        try:
+            guesses = self.speculator.propose(choices, [_room(choice) for choice in choices])
+            return [c.guided.trim(g) if c.guided is not None else g for c, g in zip(choices, guesses, strict=True)]
+        except Exception as error:
+            print(f"speculation is switched off: {type(error).__name__}: {error}", file=sys.stderr)
+            self.speculator = None
+            return [[] for _ in choices]
 
     def _drop_unscheduled(self, step: Step, drafted: list[Choice]) -> None:
         """Guesses that this step does not compute are forgotten: for want of budget or blocks, or preempted."""
@@ -191,6 +208,7 @@ class Engine:
             kept = max(known, min(len(seq.tokens), seq.num_computed + scheduled.get(seq.id, 0)))
             self.scheduler.truncate(seq, kept)
             choice.num_draft = kept - known
+            choice.num_guessed = min(choice.num_guessed, choice.num_draft)
 
     def _move_blocks(self, step: Step) -> None:
         for seq, blocks in step.swap_out:
@@ -254,7 +272,10 @@ class Engine:
             picked = logits if rows == list(range(len(logits))) else logits[rows]
             choices = [ready[i][0] for i in drawn]
             masks = [choice.guided and choice.guided.mask() for choice in choices]
-            for i, result in zip(drawn, sample(picked, [choice.state for choice in choices], masks), strict=True):
+            sampled = sample(picked, [choice.state for choice in choices], masks)
+            for i, choice, row, mask, result in zip(drawn, choices, rows, masks, sampled, strict=True):
+                if choice.num_draft and choice.guess_probs and isinstance(result, Sampled):
+                    result = verdict(choice, logits[row].float(), choice.seq.tokens[-choice.num_draft], mask)
                 results[i] = result
         return results
 
@@ -312,6 +333,7 @@ class Engine:
         place = len(seq.tokens) - choice.num_draft
         if choice.num_draft and seq.tokens[place] == result.token and choice.finish_reason is None:
             choice.num_draft -= 1
+            choice.num_right += 1
             return True
         if choice.num_draft:
             self.scheduler.truncate(seq, place)
@@ -362,6 +384,11 @@ class Engine:
         if request.finished:
             request.finished_at = time.perf_counter()
             self.requests.pop(request.id, None)
+
+
+def _room(choice: Choice) -> int:
+    """Tokens a draft may have: the row after the last of them gives one more, and then the answer may be full."""
+    return choice.request.max_tokens - choice.state.n_output - 1
 
 
 def build_batch(step: Step, rows: list[range], block_size: int, device: torch.device | str) -> Batch:

@@ -23,14 +23,17 @@ import torch
 import kernels
 from checkpoint import open_checkpoint
 from compiled import GPU_BUCKETS, DecodeGraphs, LayerCompiler, cuda_capture, tape_capture
+from draft_model import DraftModel, make_proposer
 from engine import Engine
 from kv_paged import BlockPool, KVCache, block_bytes, blocks_for_budget, blocks_needed, describe_capacity, free_memory
-from model import Transformer
+from model import Transformer, padding_batch
 from quantize import set_activations
 from radix import HashCache, RadixCache
 from request import Delta, Request, RequestOutput
+from sampling import SamplerState, sample
 from sampling_params import SamplingParams
 from scheduler import Scheduler
+from speculative import Proposer, Speculator, StepCost
 from tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -54,6 +57,8 @@ class LLM:
     max_model_len   the longest prompt plus answer; at most what the model was trained for
     policy          "fcfs", "priority" or "lpm"; preemption "recompute" or "swap"; batching "continuous" or "static"
     prefix_cache    "radix", "hash" or "none"
+    speculate       None, "ngram", "draft:<model>" or "self:<layers>"; at most num_speculative_tokens guesses at a time;
+                    verify "coupled" (the same tokens as without) or "rejection" (the same distribution)
     jump_forward    append what a structured answer can only go on with, instead of drawing it token by token
     kernels         "native" (C++ on a CPU, Triton on a GPU) or "reference"
     """
@@ -78,6 +83,9 @@ class LLM:
         reserve: str = "paged",
         chunked: bool = True,
         activations: str = "int8",
+        speculate: str | None = None,
+        num_speculative_tokens: int = 5,
+        verify: str = "coupled",
         jump_forward: bool = True,
         kernels: str = "native",
         threads: int | None = None,
@@ -88,6 +96,9 @@ class LLM:
         choose("dtype", dtype, ["auto", *DTYPES])
         choose("prefix_cache", prefix_cache, PREFIX_CACHES)
         choose("activations", activations, ["int8", "float"])
+        choose("verify", verify, ["coupled", "rejection"])
+        if num_speculative_tokens < 1:
+            raise ValueError(f"num_speculative_tokens={num_speculative_tokens}: at least 1; speculate=None is off")
         self.quiet, self.max_model_len = quiet, max_model_len
         self.device = choose_device(device)
         kernels_in_use = set_backend(kernels, self.device, threads)
@@ -120,6 +131,7 @@ class LLM:
             chunked,
             batching,
             reserve,
+            num_speculative_tokens if speculate else 0,
         )
         if not quiet:
             layout = (self.config.num_layers, block_size, self.config.num_kv_heads, self.config.head_dim)
@@ -134,6 +146,17 @@ class LLM:
         self.graphs: DecodeGraphs | None = None
         if compile:
             self._compile(quant, max_num_seqs)
+        if speculate:
+
+            def load_draft(name: str) -> tuple[Transformer, Tokenizer]:
+                ckpt = open_checkpoint(name)
+                draft = Transformer(ckpt, quant, DTYPES[dtype], self.device, self.max_model_len, self._progress)
+                set_activations(draft, activations)
+                return draft, Tokenizer.from_checkpoint(ckpt)
+
+            rejection = verify == "rejection"
+            proposer = make_proposer(speculate, self.model, self.tokenizer, self.kv, load_draft, rejection)
+            self._speculate(proposer, num_speculative_tokens, max_num_seqs)
 
     # -- what users call
 
@@ -177,7 +200,8 @@ class LLM:
         compiled = self.compiler.graphs if self.compiler else 0
         captured = len(self.graphs.recorded) if self.graphs else 0
         counts = {"graphs_compiled": compiled, "steps_captured": captured, "compile_s": self.compile_s}
-        return self.scheduler.stats() | counts
+        speculator = self.engine.speculator
+        return self.scheduler.stats() | counts | (speculator.stats() if speculator is not None else {})
 
     # -- putting it together
 
@@ -231,6 +255,27 @@ class LLM:
         for prompt in ([0], [0, 0, 0]):
             self._answer([(prompt, None)], [SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)])
         self.scheduler.drop_cache()
+
+    def _speculate(self, proposer: Proposer, most: int, max_num_seqs: int) -> None:
+        """Measure what steps cost by their rows, which says how much guessing pays."""
+        state = SamplerState(SamplingParams(temperature=0), [0])
+
+        def cost(run_model, most_rows: int) -> StepCost:
+            def run(rows: int) -> None:
+                sample(run_model(padding_batch(rows, self.device)), [state] * rows)
+
+            with torch.inference_mode():
+                return StepCost.measure(run, most_rows)
+
+        draft = None
+        if isinstance(proposer, DraftModel):
+            if self.graphs is not None:
+                proposer.run_model = DecodeGraphs(
+                    proposer.model, proposer.kv, self.graphs.buckets, self.graphs.max_blocks, self.graphs.capture
+                )
+            draft = cost(proposer.run_model, max_num_seqs)
+        step = cost(self.engine.run_model, max_num_seqs * (1 + most))
+        self.engine.speculator = Speculator(proposer, most, step, draft)
 
     @property
     def compile_s(self) -> float:

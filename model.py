@@ -53,6 +53,24 @@ class Batch:
     one_each: bool = False  # every sequence computes one token, and all their logits are wanted
 
 
+def padding_batch(rows: int, device: str | torch.device, max_blocks: int = 2) -> Batch:
+    """Sequences of one token each that only touch block 0: for static buffers, and for measuring."""
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return Batch(
+        tokens=zeros(rows),
+        positions=zeros(rows),
+        slot_mapping=zeros(rows),
+        block_tables=zeros(rows, max_blocks, dtype=torch.int32),
+        query_start=torch.arange(rows + 1, dtype=torch.int32, device=device),
+        context_lens=torch.ones(rows, dtype=torch.int32, device=device),
+        logit_rows=torch.arange(rows, device=device),
+        one_each=True,
+    )
+
+
 def inverse_frequencies(config) -> tuple[Tensor, float]:
     """float64 [head_dim / 2]: the angle each rotated pair turns per position; and the factor on cosine and sine."""
     dim, base, scaling = config.head_dim, config.rope_theta, config.rope_scaling

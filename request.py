@@ -133,6 +133,8 @@ class Choice:
         self.request, self.index, self.seq, self.state = request, index, seq, state
         self.guided = guided or (request.guided and request.guided.fork())
         self.num_draft = 0  # tokens at the end of seq.tokens that are not accepted yet
+        self.guess_probs: list = []  # the distribution [V] that each guess was drawn from, for the rejection rule
+        self.num_guessed = self.num_right = 0  # of this step's draft: guesses (not forced), and those that were right
         params = request.params
         self.detokenizer = request.tokenizer.detokenizer(request.prompt_ids)
         if self.guided is not None:  # a structured text begins afresh, even where the prompt breaks off in a character

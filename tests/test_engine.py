@@ -16,6 +16,7 @@ import generate
 import guided
 import naive
 from checkpoint import open_checkpoint
+from draft_model import DraftModel, first_layers
 from engine import Engine
 from kv_paged import BlockPool, KVCache
 from model import Transformer
@@ -23,6 +24,7 @@ from radix import HashCache, RadixCache
 from sampling import SamplerState, sample
 from sampling_params import SamplingParams
 from scheduler import Scheduler
+from speculative import NgramProposer, Speculator
 from structured import TokenTrie, guide_for
 from tokenizer import Tokenizer
 
@@ -41,25 +43,55 @@ def world(arch: str = "llama"):
     return ckpt, weights_of(ckpt), Transformer(ckpt, max_model_len=CONTEXT), Tokenizer.from_checkpoint(ckpt)
 
 
+@functools.cache
+def stranger() -> Transformer:
+    """A draft model that is seldom right: other weights, other shape, the same tokens but for padding."""
+    import tempfile
+
+    folder = tiny.hf_folder(tempfile.mkdtemp() + "/m", "qwen3", seed=9, num_hidden_layers=1, vocab_size=352)
+    return Transformer(open_checkpoint(folder), max_model_len=CONTEXT)
+
+
 def make_engine(
-    arch="llama", block_size=4, num_blocks=200, prefix_cache="radix", jump_forward=True, **switches
+    arch="llama",
+    block_size=4,
+    num_blocks=200,
+    prefix_cache="radix",
+    jump_forward=True,
+    speculate=None,
+    most=3,
+    step_cost=None,
+    rejection=False,
+    **switches,
 ) -> Engine:
+    """speculate: "ngram", "self:1", "copy" (of the target, as its draft) or "stranger"; `most` guesses."""
     ckpt, _, model, tokenizer = world(arch)
-    c = ckpt.config
+
+    def pages(c, layers: int) -> KVCache:
+        kv = KVCache(layers, num_blocks + 1, block_size, c.num_kv_heads, c.head_dim, torch.float32)
+        kv.data[:, :, 1:] = float("nan")  # what was never written must never be read
+        return kv
+
     pool = BlockPool(num_blocks + 1, block_size)
-    kv = KVCache(c.num_layers, num_blocks + 1, block_size, c.num_kv_heads, c.head_dim, torch.float32)
-    kv.data[:, :, 1:] = float("nan")  # what was never written must never be read
+    kv = pages(ckpt.config, ckpt.config.num_layers)
     cache = {"radix": RadixCache, "hash": HashCache, "none": lambda pool: None}[prefix_cache](pool)
     scheduler = Scheduler(pool, cache, **({"max_model_len": CONTEXT} | switches))
-    eos = frozenset(c.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
-    return Engine(model, kv, scheduler, tokenizer, eos, jump_forward=jump_forward)
+    eos = frozenset(ckpt.config.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
+    engine = Engine(model, kv, scheduler, tokenizer, eos, jump_forward=jump_forward)
+    if speculate == "ngram":
+        engine.speculator = Speculator(NgramProposer(3, 1), most, step_cost)
+    elif speculate:
+        draft = {"copy": lambda: model, "stranger": stranger, "self:1": lambda: first_layers(model, 1)}[speculate]()
+        proposer = DraftModel(draft, pages(draft.config, len(draft.layers)), ckpt.config.vocab_size, rejection, 40)
+        engine.speculator = Speculator(proposer, most, step_cost)
+    return engine
 
 
 def run(engine: Engine, requests: list, arrivals: list[int] | None = None) -> list:
     """Add (prompt, params) pairs at their steps and run to the end. Checks the pool's balance after every step."""
     arrivals = arrivals or [0] * len(requests)
     added: list = [None] * len(requests)
-    clock = 0
+    clock, speculating = 0, engine.speculator is not None
     while engine.has_work or None in added:
         for i, arrival in enumerate(arrivals):
             if arrival <= clock and added[i] is None:
@@ -69,6 +101,7 @@ def run(engine: Engine, requests: list, arrivals: list[int] | None = None) -> li
         assert stats["free"] + stats["cached"] + stats["live"] == stats["total"], stats
         clock += 1
         assert clock < 5000, "no progress"
+    assert speculating == (engine.speculator is not None), "the speculator failed"
     assert_all_free(engine)
     return [request.output() for request in added]
 
@@ -76,6 +109,11 @@ def run(engine: Engine, requests: list, arrivals: list[int] | None = None) -> li
 def assert_all_free(engine: Engine) -> None:
     stats = engine.scheduler.stats()
     assert stats["live"] == 0 and not engine.requests
+    if engine.speculator is not None and isinstance(engine.speculator.proposer, DraftModel):
+        proposer = engine.speculator.proposer
+        proposer.propose([], [])  # lets go of what has ended
+        balance = proposer.tables.balance([])
+        assert balance["live"] == 0 and balance["free"] + balance["cached"] == balance["total"]
     engine.scheduler.drop_cache()
     assert engine.scheduler.stats()["free"] == stats["total"]
 
@@ -181,7 +219,12 @@ def switches(draw):
         "preemption": draw(st.sampled_from(["recompute", "swap"])),
         "batching": draw(st.sampled_from(["continuous", "continuous", "static"])),
         "jump_forward": draw(st.booleans()),
+        "speculate": draw(st.sampled_from([None, "ngram", "copy", "stranger", "self:1"])),
     }
+    if chosen["speculate"]:
+        chosen["most"] = draw(st.integers(1, 5))
+        chosen["lookahead"] = draw(st.sampled_from([0, chosen["most"]]))
+        chosen["step_cost"] = draw(st.sampled_from([None, lambda rows: 10.0 + rows, lambda rows: 1.0 + rows]))
     if chosen["max_num_batched_tokens"] >= CONTEXT:
         chosen["chunked"] = draw(st.booleans())
     if chosen["prefix_cache"] == "none":

@@ -1,0 +1,246 @@
+"""Speculative decoding: guess cheaply, verify exactly.
+
+The problem. One sequence decodes one token per step, and a step reads every weight to compute a single row. Five rows
+would cost little more, but the fifth cannot be computed before the fourth token is known.
+
+The idea. Guess it. Something cheap proposes k tokens; one step computes them all as if they were known, and each row
+then says what really follows. What was guessed right is kept, the first wrong guess is replaced, the rest dropped:
+
+    known      the cat sat on |  the   mat   and            k = 3 guesses, k + 1 = 4 rows in one step
+    rows say                  v   the   mat   .    x        row after "mat" says "." instead of "and":
+    result     the cat sat on     the   mat   .             three tokens from one step
+
+Exactness. The rule "accept a guess with probability min(1, p/q), else draw from what p has more than q" leaves the
+distribution of the output as it was (`rejection_sample`). This engine can do better than the distribution. The token of
+position i is drawn with a dart that depends on (seed, choice, i) only (sampling.py), so the row is simply sampled as
+it would have been without any guess, and a guess is right when it IS the token. Nothing about the answer depends on
+what was guessed, how much or whether: the same tokens, drawn or greedy, as without speculation. For a guess that is a
+single token the chance of acceptance is the same p(guess) in both; for a guess drawn by a draft model it is higher
+under the rejection rule by what the coupling of two draws with one dart loses, which verify="rejection" buys back at
+the price of answers that repeat only in distribution.
+
+How many? With acceptance rate a per guess, k guesses give 1 + a + ... + a^k tokens; k + 1 rows cost step(k + 1). The
+`Speculator` measures step() once, keeps a for every answer, and adds guesses in order of their chance to count, over
+the whole batch, for as long as one more raises tokens per second. A busy batch has no idle arithmetic left to guess
+with, and text without repetition none to gain: there it adds none, and tries again from time to time.
+
+This file has the rules and the cheapest proposer: what followed the last occurrence of the latest few tokens (prompt
+lookup). draft_model.py has the others.
+
+Sources: Leviathan, Kalman and Matias 2023 (arXiv:2211.17192, section 2.3 and appendix A.1 for the rule, 3.3 for the
+cost); Chen et al. 2023 (arXiv:2302.01318); Daliri, Musco and Suresh 2024 (arXiv:2408.07978) for coupled draws that do
+not depend on the draft; prompt lookup: Saxena 2023 and LLMA (Yang et al. 2023, arXiv:2304.04487).
+Left out: trees of guesses, and heads trained to guess (Medusa, EAGLE).
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+
+from request import Choice
+from sampling import Sampled, draw, probabilities, process_logits, score
+
+VERDICT, RESIDUAL, GUESS = 1, 2, 3  # streams of sampling.uniform; 0 draws tokens
+FADE = 0.9  # how fast what a request has shown fades, per verified guess
+PROBE_AFTER = 8, 128  # steps without a guess before one is tried again: at first, at most
+
+
+def rejection_sample(p: torch.Tensor, q: torch.Tensor, guess: int, verdict: float, residual: float) -> int:
+    """A token distributed as p [V], given `guess` drawn from q [V]: the guess itself as often as can be.
+
+    verdict and residual are independent numbers in [0, 1) that `guess` does not depend on. The result differs from the
+    guess exactly when the guess was rejected.
+    """
+    if verdict * float(q[guess]) < float(p[guess]):
+        return guess
+    more = (p - q).clamp_(min=0)  # [V]; sums to the chance of rejection, so it is not all 0 here but for rounding
+    return draw(more if float(more.amax()) > 0 else p, residual)
+
+
+def verdict(choice: Choice, row: torch.Tensor, guess: int, mask: torch.Tensor | None) -> Sampled:
+    """The next token of an answer under the rejection rule, from its raw logits [V] and the guess that is at stake."""
+    state, params = choice.state, choice.request.params
+    (p,) = probabilities(process_logits(row[None], [state], [mask]), [state])
+    q = choice.guess_probs[choice.num_guessed - choice.num_draft]
+    token = rejection_sample(p, q, guess, state.uniform(VERDICT), state.uniform(RESIDUAL))
+    return score(row, token, params.logprobs) if params.scored else Sampled(token)
+
+
+class Proposer(Protocol):
+    """Guesses what follows. May be wrong, late or empty; it must be cheap."""
+
+    def propose(self, choices: list[Choice], limits: list[int]) -> list[list[int]]:
+        """For each answer up to so many tokens that may follow those of its sequence."""
+
+
+class NgramProposer:
+    """What followed the last time that the latest tokens stood here: for text that quotes, edits or repeats.
+
+        tokens    A B C D E ... x A B C         the latest three stood at the beginning, followed by D E ...
+        guess                           D E
+
+    Longest match first. A guess may run into itself, so that a loop is continued for as long as one likes.
+    """
+
+    def __init__(self, longest: int = 4, shortest: int = 2):
+        self.lengths = range(longest, shortest - 1, -1)
+        self._seen: WeakKeyDictionary[Choice, tuple[int, dict]] = WeakKeyDictionary()
+
+    def propose(self, choices: list[Choice], limits: list[int]) -> list[list[int]]:
+        return [self._guess(choice, limit) if limit else [] for choice, limit in zip(choices, limits, strict=True)]
+
+    def _guess(self, choice: Choice, limit: int) -> list[int]:
+        tokens = choice.seq.tokens
+        index = self._index(choice)
+        for n in self.lengths:
+            place = index.get(tuple(tokens[-n:]))
+            if place is not None:
+                guess: list[int] = []
+                for i in range(place, place + limit):
+                    guess.append(tokens[i] if i < len(tokens) else guess[i - len(tokens)])
+                return guess
+        return []
+
+    def _index(self, choice: Choice) -> dict[tuple[int, ...], int]:
+        """n-gram -> the place after its last occurrence, of all that end before the last token."""
+        tokens = choice.seq.tokens
+        done, index = self._seen.get(choice, (0, {}))
+        for end in range(done + 1, len(tokens)):
+            for n in self.lengths:
+                if n <= end:
+                    index[tuple(tokens[end - n : end])] = end
+        self._seen[choice] = len(tokens) - 1, index
+        return index
+
+
+class StepCost:
+    """Seconds of one model step as a function of its rows, measured at a few sizes and interpolated."""
+
+    def __init__(self, seconds: dict[int, float]):
+        self.rows, self.seconds = list(seconds), list(seconds.values())
+
+    def __call__(self, rows: int) -> float:
+        i = min(max(bisect_left(self.rows, rows), 1), len(self.rows) - 1)
+        (x0, x1), (y0, y1) = self.rows[i - 1 : i + 1], self.seconds[i - 1 : i + 1]
+        return y0 + (y1 - y0) * (rows - x0) / (x1 - x0)
+
+    @classmethod
+    def measure(cls, run: Callable[[int], object], most: int, budget_s: float = 0.5) -> StepCost:
+        """run(rows) computes a step; sizes are doubled until `most` or until the budget is spent."""
+        seconds: dict[int, float] = {}
+        rows, start = 1, time.perf_counter()
+        while rows <= 2 or (rows <= most and time.perf_counter() - start < budget_s):
+            times = []
+            for _ in range(4):  # the first one warms up, and may have to record or compile
+                before = time.perf_counter()
+                run(rows)
+                times.append(time.perf_counter() - before)
+            seconds[rows] = max(min(times[1:]), seconds.get(rows // 2, 0.0))  # more rows never cost less
+            rows *= 2
+        return cls(seconds)
+
+
+@dataclass
+class Record:
+    """What one answer has shown: guesses right and wrong (fading), and how long it has not been guessed at."""
+
+    right: float = 0.0
+    wrong: float = 0.0
+    idle: int = 0
+    patience: int = PROBE_AFTER[0]
+
+    def rate(self, prior: float) -> float:
+        return (self.right + 2 * prior) / (self.right + self.wrong + 2)
+
+
+class Speculator:
+    """Decides how much to guess, asks the proposer, and keeps the books.
+
+    step, draft: seconds of a target step of so many rows, and of a round of the proposer that guesses one token for so
+    many answers. Without them every answer is given `most` guesses, whatever comes of it.
+    """
+
+    def __init__(
+        self,
+        proposer: Proposer,
+        most: int = 5,
+        step: Callable[[int], float] | None = None,
+        draft: Callable[[int], float] | None = None,
+    ):
+        self.proposer, self.most, self.step, self.draft = proposer, most, step, draft
+        self.records: WeakKeyDictionary[Choice, Record] = WeakKeyDictionary()
+        self.all = Record(1.0, 1.0)  # of all answers: what to expect of a new one
+        self.drafted = self.accepted = self.verified = self.decodes = 0
+
+    def propose(self, choices: list[Choice], rooms: list[int]) -> list[list[int]]:
+        """Guesses for the answers that decode now; rooms: how many each may take."""
+        self.decodes += len(choices)
+        limits = self.plan(choices, rooms)
+        return self.proposer.propose(choices, limits) if any(limits) else [[] for _ in choices]
+
+    def plan(self, choices: list[Choice], rooms: list[int]) -> list[int]:
+        """How many guesses each answer is given."""
+        longest = [min(room, self.most) for room in rooms]
+        if self.step is None:
+            return longest
+        chances = []  # (chance that the guess is right together with all before it, answer)
+        limits = [0] * len(choices)
+        for i, choice in enumerate(choices):
+            record = self.records.setdefault(choice, Record())
+            if record.idle >= record.patience and longest[i]:
+                limits[i] = 1
+            rate, chance = record.rate(self.all.rate(0.5)), 1.0
+            for _ in range(longest[i]):
+                chance *= rate
+                chances.append((chance, i))
+        chances.sort(key=lambda pair: -pair[0])
+        rows = len(choices)
+        tokens, seconds = float(rows), self.step(rows)
+        guess_s = self.draft(rows) / rows if self.draft else 0.0
+        planned = [0] * len(choices)
+        for chance, i in chances:
+            more = self.step(rows + 1) - self.step(rows) + guess_s
+            if chance * seconds <= more * tokens:
+                break
+            planned[i] += 1
+            rows, tokens, seconds = rows + 1, tokens + chance, seconds + more
+        for i, choice in enumerate(choices):
+            limits[i] = max(limits[i], planned[i])
+            self.records[choice].idle = 0 if limits[i] else self.records[choice].idle + 1
+        return limits
+
+    def observe(self, choice: Choice) -> None:
+        """The guesses of an answer have been verified."""
+        guessed, right = choice.num_guessed, choice.num_right
+        wrong = int(right < guessed and choice.finish_reason is None)  # what comes after a wrong one was not tested
+        self.drafted += guessed
+        self.accepted += right
+        self.verified += 1
+        record = self.records.setdefault(choice, Record())
+        for kept, fade in ((record, FADE), (self.all, 1 - (1 - FADE) / 4)):
+            fade **= right + wrong
+            kept.right, kept.wrong = kept.right * fade + right, kept.wrong * fade + wrong
+        first, most = PROBE_AFTER
+        record.patience = first if right else min(2 * record.patience, most)
+
+    def break_even(self) -> float | None:
+        """The acceptance rate above which a single guess pays for one sequence alone."""
+        if self.step is None:
+            return None
+        return (self.step(2) - self.step(1) + (self.draft(1) if self.draft else 0.0)) / self.step(1)
+
+    def stats(self) -> dict[str, float | None]:
+        """drafted and accepted guesses, tokens an answer gains per step, and the break-even acceptance rate."""
+        return {
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "tokens_per_step": 1 + self.accepted / self.decodes if self.decodes else 1.0,
+            "break_even": self.break_even(),
+        }
