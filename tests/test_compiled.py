@@ -1,0 +1,121 @@
+"""Compiled and captured steps: a small fixed number of graphs, the same tokens, padding that touches nothing."""
+
+import pytest
+import tiny
+import torch
+
+import kernels
+from compiled import DecodeGraphs, LayerCompiler, tape_capture
+from generate import LLM
+from kv_paged import KVCache
+from sampling_params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.hf_folder(tmp_path_factory.mktemp("m") / "m", "llama")
+
+
+def prompts(lengths) -> list[list[int]]:
+    return [[3 + (7 * n + i) % 300 for i in range(n)] for n in lengths]
+
+
+def answers(llm: LLM, work: list[list[int]]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(work, GREEDY)]
+
+
+@pytest.mark.parametrize("quant", (None, "int4"))
+def test_F61_two_graphs_serve_every_prompt_length_batch_and_context(folder, quant):
+    llm = LLM(str(folder), quant=quant, kernels="reference", num_blocks=300)
+    work = [[prompt] for prompt in prompts([3, 1, 2, *range(4, 21)])]  # 20 prompt lengths alone
+    work += [prompts(range(5, 5 + batch)) for batch in range(1, 9)]  # batches of 1 to 8
+    plain = [answers(llm, batch) for batch in work]
+    compiler = LayerCompiler("eager", quiet=True)
+    compiler.install(llm.model)
+    llm.scheduler.drop_cache()
+    assert [answers(llm, batch) for batch in work] == plain
+    assert answers(llm, prompts([60]))[0] and compiler.graphs == 2
+    long = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    llm.generate(prompts([40]), long)
+    assert compiler.graphs == 2
+
+
+def test_inductor_compiles_one_layer_for_all(tmp_path):
+    folder = tiny.hf_folder(tmp_path / "m", "qwen3", num_hidden_layers=4)
+    plain = LLM(str(folder), kernels="reference", num_blocks=50)
+    compiled = LLM(str(folder), kernels="reference", num_blocks=50, compile=True)
+    work = prompts([9, 4])
+    assert answers(compiled, work) == answers(plain, work)
+    stats = compiled.stats()
+    assert stats["graphs_compiled"] == 2 and stats["compile_s"] > 0
+
+
+@pytest.mark.parametrize("quant", ("int4", "int8"))
+def test_captured_steps_answer_as_eager_ones(folder, quant):
+    """A tape replays the native kernels of a decode step; every batch size is recorded once."""
+    if kernels.set_backend("native") != "native":
+        pytest.skip("needs a C++ compiler")
+    plain = LLM(str(folder), quant=quant, num_blocks=100)
+    captured = LLM(str(folder), quant=quant, num_blocks=100, compile=True, max_num_seqs=4)
+    work = prompts([9, 4, 17, 6, 2, 30])
+    assert answers(captured, work) == answers(plain, work)
+    assert answers(captured, work) == answers(plain, work)  # now with cached prefixes, on recorded steps
+    assert captured.stats()["steps_captured"] == 4 and captured.stats()["graphs_compiled"] == 0
+    kernels.set_backend("reference")
+
+
+def test_F62_padding_rows_of_a_bucket_touch_only_block_0(folder):
+    kernels.set_backend("reference")
+    llm = LLM(str(folder), kernels="reference", num_blocks=20, block_size=4)
+    calls = []
+
+    def replaying(run):  # stands in for a CUDA graph: the same static buffers, computed anew
+        output = run()
+
+        def replay():
+            calls.append(len(output))
+            output.copy_(run())
+
+        return output, replay
+
+    reference = answers(llm, prompts([5, 9, 3]))
+    llm.scheduler.drop_cache()
+    graphs = DecodeGraphs(llm.model, llm.kv, [1, 2, 8], llm.max_model_len // 4, replaying)
+    llm.engine.run_model = graphs
+    requests = [llm.add(prompt, GREEDY) for prompt in prompts([5, 9, 3])]
+    llm.engine.step()  # all prompts; every later step is three rows in a bucket of eight
+    used = {block for request in requests for block in request.seq.block_table}
+    free = [block for block in range(1, 21) if block not in used]
+    before = llm.kv.data[:, :, free].clone()
+    llm.engine.step()
+    grown = {block for request in requests for block in request.seq.block_table}
+    untouched = [i for i, block in enumerate(free) if block not in grown]
+    assert torch.equal(llm.kv.data[:, :, free][:, :, untouched], before[:, :, untouched])
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert [request.choices[0].token_ids for request in requests] == reference
+    assert set(calls) == {8}
+
+
+def test_a_batch_beyond_the_last_bucket_is_computed_as_always(folder):
+    llm = LLM(str(folder), kernels="reference", num_blocks=40)
+    plain = answers(llm, prompts([5, 9, 3]))
+
+    def never(run):
+        raise AssertionError("nothing to capture")
+
+    llm.engine.run_model = DecodeGraphs(llm.model, llm.kv, [1, 2], 32, never)
+    llm.scheduler.drop_cache()
+    assert answers(llm, prompts([5, 9, 3])) == plain
+
+
+def test_a_tape_refuses_what_it_could_not_replay(folder):
+    if kernels.set_backend("native") != "native":
+        pytest.skip("needs a C++ compiler")
+    llm = LLM(str(folder), num_blocks=20)  # dense weights: their products are torch's own
+    kv = KVCache(2, 4, 16, 2, 16, torch.float32)
+    with pytest.raises(ValueError, match="cannot be part of a tape"):
+        DecodeGraphs(llm.model, kv, [1], 4, tape_capture).record(1)
+    kernels.set_backend("reference")
