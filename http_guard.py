@@ -175,19 +175,22 @@ class EventStream(Response):
             self.leave()
 
     async def _write(self, send) -> None:
+        """Stalled, it cancels itself: the server closes a connection whose answer was never completed.
+
+        (Not asyncio.wait_for: before Python 3.12 it can swallow a cancellation, and the stream would go on for nobody.)
+        """
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        try:
-            async with aclosing(self.events):
-                async for piece in self.events:
-                    part = {"type": "http.response.body", "body": piece, "more_body": True}
-                    await asyncio.wait_for(send(part), self.stall)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except asyncio.TimeoutError:
-            return  # the server closes a connection whose answer was never completed
+        async with aclosing(self.events):
+            async for piece in self.events:
+                stalled = loop.call_later(self.stall, task.cancel)
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                stalled.cancel()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def until_left(receive, work: Awaitable):
-    """The result of `work`, or None if the client disconnects before it is there; then the work is cancelled.
+    """The result of `work`, or None if it is given up or the client disconnects first; then it is cancelled.
 
     Whatever else arrives meanwhile (the rest of a body) is passed over.
     """
@@ -199,7 +202,7 @@ async def until_left(receive, work: Awaitable):
     tasks = [asyncio.ensure_future(work), asyncio.ensure_future(left())]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return tasks[0].result() if tasks[0].done() else None
+        return tasks[0].result() if tasks[0].done() and not tasks[0].cancelled() else None
     finally:
         for task in tasks:
             task.cancel()

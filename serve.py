@@ -30,7 +30,7 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -134,8 +134,8 @@ POLICY = (
 class Server(uvicorn.Server):
     """uvicorn's server with an end that drains, and that a signal does not turn into a crash."""
 
-    def __init__(self, app: FastAPI, host: str, port: int, drain: float):
-        self.app, self.drain = app, drain
+    def __init__(self, app: FastAPI, host: str, port: int, drain: float, announce: Callable[[str], None]):
+        self.app, self.drain, self.announce = app, drain, announce
         config = uvicorn.Config(
             app,
             host,
@@ -153,6 +153,12 @@ class Server(uvicorn.Server):
         with super().capture_signals():
             yield
             self._captured_signals.clear()
+
+    async def startup(self, sockets=None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            self.announce(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
     async def shutdown(self, sockets=None) -> None:
         state = self.app.state
@@ -229,8 +235,11 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if args.host not in ("127.0.0.1", "::1", "localhost") and not args.api_key:
         print(f"warning: {args.host} can be reached from outside, and there is no --api-key", file=sys.stderr)
-    print(f"http://{args.host}:{args.port}/v1 serves {', '.join(models)}; the page is at /", file=sys.stderr)
-    server = Server(app, args.host, args.port, args.drain)
+
+    def announce(address: str) -> None:
+        print(f"{address}/v1 serves {', '.join(models)}; the page is at {address}/", file=sys.stderr, flush=True)
+
+    server = Server(app, args.host, args.port, args.drain, announce)
     server.run()
     return 0 if server.started else 1
 

@@ -34,29 +34,17 @@ class Running:
 
     def __init__(self, models: dict[str, LLM], drain: float = 5.0, **options):
         self.app = build_app(models, **options)
-        self.server = Server(self.app, "127.0.0.1", 0, drain)
-        self.thread = threading.Thread(target=self._run, daemon=True)
         self.started = threading.Event()
+        self.server = Server(self.app, "127.0.0.1", 0, drain, self._announce)
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve()), daemon=True)
         self.thread.start()
         assert self.started.wait(30)
-        self.url = f"http://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=self.url, timeout=30, trust_env=False)
         self.engine = self.app.state.engine
 
-    def _run(self) -> None:
-        async def serve() -> None:
-            original = self.server.startup
-
-            async def startup(sockets=None) -> None:
-                await original(sockets)
-                self.loop = asyncio.get_running_loop()
-                self.port = self.server.servers[0].sockets[0].getsockname()[1]
-                self.started.set()
-
-            self.server.startup = startup
-            await self.server.serve()
-
-        asyncio.run(serve())
+    def _announce(self, address: str) -> None:
+        self.url, self.port, self.loop = address, int(address.rsplit(":", 1)[1]), asyncio.get_running_loop()
+        self.started.set()
 
     def in_engine(self, function):
         """Run a function in the engine thread, between two steps."""
@@ -156,5 +144,7 @@ def raw_request(port: int, data: bytes) -> socket.socket:
 def http_bytes(path: str, body: dict) -> bytes:
     """A POST request as bytes."""
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
     return head.encode() + content

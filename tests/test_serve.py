@@ -258,7 +258,9 @@ def long_answer(**more) -> dict:
 
 def test_ollama(server):
     options = {"num_predict": 6, "temperature": 0}
-    lines = server.http.post("/api/generate", json={"model": "tiny", "prompt": "hi", "options": options}).text.split("\n")
+    lines = server.http.post("/api/generate", json={"model": "tiny", "prompt": "hi", "options": options}).text.split(
+        "\n"
+    )
     events = [json.loads(line) for line in lines if line]
     whole = server.post("/api/generate", prompt="hi", stream=False, options=options)
     assert "".join(event["response"] for event in events) == whole["response"]
