@@ -203,9 +203,9 @@ def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows, vocab = logits.shape
     block = math.gcd(vocab, 256)
     blocks = logits.reshape(rows, vocab // block, block)
-    best_block = blocks.amax(-1).argmax(-1)  # [R]
+    best, best_block = blocks.amax(-1).max(-1)  # [R]; amax and max carry NaN along
     inside = blocks[torch.arange(rows, device=logits.device), best_block]  # [R, block]
-    return inside.amax(-1), best_block * block + inside.argmax(-1)
+    return best, best_block * block + inside.argmax(-1)
 
 
 def best_ids(row: torch.Tensor, k: int) -> torch.Tensor:
@@ -338,7 +338,9 @@ def sample(
     raw = logits.float().contiguous()
     processed = process_logits(raw, states, masks)
     best, ids = argmax(processed)
-    values, tokens, errors = best.tolist(), ids.tolist(), row_errors(raw, processed)
+    values, tokens = best.tolist(), ids.tolist()
+    raw_values = values if processed is raw else raw.amax(-1).tolist()
+    errors = [_row_error(*pair) for pair in zip(raw_values, values, strict=True)]
     results: list[Sampled | ValueError] = []
     for r, state in enumerate(states):
         params = state.params

@@ -10,7 +10,7 @@ from generate import LLM
 from kv_paged import KVCache
 from sampling_params import SamplingParams
 
-GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
