@@ -173,8 +173,8 @@ class Live:
         watch = self.watches.get(served.name)
         if watch is None:
             watch = self.watches[served.name] = Watch(served)
+            self.engine.observer = self._observe  # first: the letter wakes the engine thread, which then stays awake
             await self.engine.call(watch.attach)
-            self.engine.observer = self._observe
         watch.watchers.add(news)
         return watch
 
