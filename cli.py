@@ -108,7 +108,7 @@ def figures(llm: LLM, request: Request) -> dict:
         "bandwidth_gb_s": bandwidth / 1e9,
         "floor_tok_s": floor,
         "floor_share": tpot and 1 / tpot / floor,
-    }
+    } | (llm.engine.speculator.stats() if llm.engine.speculator is not None else {})
 
 
 def closing_line(f: dict) -> str:
@@ -120,7 +120,18 @@ def closing_line(f: dict) -> str:
             f" | weights {f['weight_bytes'] / 1e6:.0f} MB, {read:.1f} GB/s of {f['bandwidth_gb_s']:.1f}"
             f" = {f['floor_share']:.0%} of the floor's {f['floor_tok_s']:.0f} tok/s"
         )
-    return line
+    return line + speculation(f)
+
+
+def speculation(f: dict) -> str:
+    """What guessing came to, if it was on: part of every closing line."""
+    if "drafted" not in f:
+        return ""
+    share = f["accepted"] / f["drafted"] if f["drafted"] else 0.0
+    return (
+        f" | {f['accepted']} of {f['drafted']} guesses accepted = {share:.0%}, {f['tokens_per_step']:.2f} tokens a step,"
+        f" one guess pays above {f['break_even']:.0%}"
+    )
 
 
 def stream_answer(llm: LLM, request: Request, out) -> None:
@@ -179,7 +190,7 @@ def run_file(llm: LLM, args: argparse.Namespace) -> int:
     ttft = statistics.median(o.ttft_s for o in outputs if o.ttft_s is not None) if tokens else 0.0
     print(
         f"{len(prompts)} prompts, {tokens} tokens in {seconds:.1f} s = {tokens / seconds:.1f} tok/s, "
-        f"median TTFT {ttft * 1e3:.0f} ms",
+        f"median TTFT {ttft * 1e3:.0f} ms{speculation(llm.stats())}",
         file=sys.stderr,
     )
     return int(any(answer.error for output in outputs for answer in output.outputs))

@@ -82,6 +82,9 @@ class DraftModel:
         self.following: dict[Choice, tuple[Sequence, int]] = {}  # and how many tokens the target had last time
         self.run_model: Callable[[Batch], torch.Tensor] = lambda batch: model(batch, kv)
 
+    def strength(self, choices: list[Choice]) -> list[int]:
+        return [1] * len(choices)
+
     def propose(self, choices: list[Choice], limits: list[int]) -> list[list[int]]:
         self._leave()
         drafts: dict[Choice, Draft] = {}

@@ -167,6 +167,7 @@ class Engine:
                 results = self._pick(ready, logits)
                 ready = [r for r, result in zip(ready, results, strict=True) if self._accept(r[0], result, deltas)]
         except Exception as error:  # whatever went wrong, it went wrong for the requests of this step
+            self.scheduler.fail(step)
             return deltas + self._fail([seq.request.request for seq, _ in step.entries], error)
         for choice in drafted:
             if choice.num_guessed:
@@ -331,10 +332,11 @@ class Engine:
         if choice.forced:
             self.jumping.add(choice)
         place = len(seq.tokens) - choice.num_draft
-        if choice.num_draft and seq.tokens[place] == result.token and choice.finish_reason is None:
-            choice.num_draft -= 1
+        if choice.num_draft and seq.tokens[place] == result.token:
             choice.num_right += 1
-            return True
+            if choice.finish_reason is None:
+                choice.num_draft -= 1
+                return True
         if choice.num_draft:
             self.scheduler.truncate(seq, place)
             choice.num_draft = 0
@@ -373,10 +375,11 @@ class Engine:
     def _end(self, request: Request, reason: str, error: str | None = None) -> list[Delta]:
         """End all unfinished answers of a request without another token."""
         deltas = []
+        leave = self.scheduler.abort if reason == "error" else self.scheduler.finish  # what failed is not cached
         for choice in request.choices:
             if choice.finish_reason is None:
                 deltas.append(choice.end(reason, error))
-                self.scheduler.finish(choice.seq)
+                leave(choice.seq)
         self._close_if_finished(request)
         return deltas
 
@@ -411,10 +414,11 @@ def build_batch(step: Step, rows: list[range], block_size: int, device: torch.de
     def tensor(values, dtype=torch.int64) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
+    rows_of = tensor([tokens, positions, slots]).unbind()
     return Batch(
-        tokens=tensor(tokens),
-        positions=tensor(positions),
-        slot_mapping=tensor(slots),
+        tokens=rows_of[0],
+        positions=rows_of[1],
+        slot_mapping=rows_of[2],
         block_tables=tensor(tables, torch.int32),
         query_start=tensor(starts + starts[-1:] * len(padding), torch.int32),
         context_lens=tensor(lens, torch.int32),

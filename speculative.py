@@ -20,9 +20,10 @@ under the rejection rule by what the coupling of two draws with one dart loses, 
 the price of answers that repeat only in distribution.
 
 How many? With acceptance rate a per guess, k guesses give 1 + a + ... + a^k tokens; k + 1 rows cost step(k + 1). The
-`Speculator` measures step() once, keeps a for every answer, and adds guesses in order of their chance to count, over
-the whole batch, for as long as one more raises tokens per second. A busy batch has no idle arithmetic left to guess
-with, and text without repetition none to gain: there it adds none, and tries again from time to time.
+`Speculator` measures step() once, keeps a for every answer and strength of evidence, and adds guesses in order of their
+chance to count, over the whole batch, for as long as one more raises tokens per second. A busy batch has no idle
+arithmetic left to guess with, and text without repetition none to gain: there it adds none, and tries again from time
+to time.
 
 This file has the rules and the cheapest proposer: what followed the last occurrence of the latest few tokens (prompt
 lookup). draft_model.py has the others.
@@ -48,7 +49,7 @@ from request import Choice
 from sampling import Sampled, draw, probabilities, process_logits, score
 
 VERDICT, RESIDUAL, GUESS = 1, 2, 3  # streams of sampling.uniform; 0 draws tokens
-FADE = 0.9  # how fast what a request has shown fades, per verified guess
+FADE, OVERALL_FADE = 0.9, 0.98  # how fast what was seen fades, of one answer and of all, per verified guess
 PROBE_AFTER = 8, 128  # steps without a guess before one is tried again: at first, at most
 
 
@@ -76,6 +77,9 @@ def verdict(choice: Choice, row: torch.Tensor, guess: int, mask: torch.Tensor | 
 class Proposer(Protocol):
     """Guesses what follows. May be wrong, late or empty; it must be cheap."""
 
+    def strength(self, choices: list[Choice]) -> list[int]:
+        """How good the evidence for a guess is now: 0 for none at all; equal numbers promise equally much."""
+
     def propose(self, choices: list[Choice], limits: list[int]) -> list[list[int]]:
         """For each answer up to so many tokens that may follow those of its sequence."""
 
@@ -86,27 +90,36 @@ class NgramProposer:
         tokens    A B C D E ... x A B C         the latest three stood at the beginning, followed by D E ...
         guess                           D E
 
-    Longest match first. A guess may run into itself, so that a loop is continued for as long as one likes.
+    Longest match first, and its length is the strength of the evidence: six tokens in a row are seldom followed by
+    another seventh, one token nearly always. A guess may run into itself, so that a loop is continued for as long as
+    one likes.
     """
 
-    def __init__(self, longest: int = 4, shortest: int = 2):
+    def __init__(self, longest: int = 6, shortest: int = 1):
         self.lengths = range(longest, shortest - 1, -1)
         self._seen: WeakKeyDictionary[Choice, tuple[int, dict]] = WeakKeyDictionary()
+
+    def strength(self, choices: list[Choice]) -> list[int]:
+        return [self._match(choice)[0] for choice in choices]
 
     def propose(self, choices: list[Choice], limits: list[int]) -> list[list[int]]:
         return [self._guess(choice, limit) if limit else [] for choice, limit in zip(choices, limits, strict=True)]
 
-    def _guess(self, choice: Choice, limit: int) -> list[int]:
-        tokens = choice.seq.tokens
-        index = self._index(choice)
+    def _match(self, choice: Choice) -> tuple[int, int]:
+        """Length of the longest match, and the place after its last occurrence; 0, 0 without any."""
+        tokens, index = choice.seq.tokens, self._index(choice)
         for n in self.lengths:
             place = index.get(tuple(tokens[-n:]))
             if place is not None:
-                guess: list[int] = []
-                for i in range(place, place + limit):
-                    guess.append(tokens[i] if i < len(tokens) else guess[i - len(tokens)])
-                return guess
-        return []
+                return n, place
+        return 0, 0
+
+    def _guess(self, choice: Choice, limit: int) -> list[int]:
+        tokens, guess = choice.seq.tokens, []
+        length, place = self._match(choice)
+        for i in range(place, place + limit if length else place):
+            guess.append(tokens[i] if i < len(tokens) else guess[i - len(tokens)])
+        return guess
 
     def _index(self, choice: Choice) -> dict[tuple[int, ...], int]:
         """n-gram -> the place after its last occurrence, of all that end before the last token."""
@@ -137,27 +150,35 @@ class StepCost:
         seconds: dict[int, float] = {}
         rows, start = 1, time.perf_counter()
         while rows <= 2 or (rows <= most and time.perf_counter() - start < budget_s):
-            times = []
-            for _ in range(4):  # the first one warms up, and may have to record or compile
+            run(rows)  # may have to record or compile something
+            times: list[float] = []
+            while len(times) < 3 or (len(times) < 20 and sum(times) < 0.03):
                 before = time.perf_counter()
                 run(rows)
                 times.append(time.perf_counter() - before)
-            seconds[rows] = max(min(times[1:]), seconds.get(rows // 2, 0.0))  # more rows never cost less
+            seconds[rows] = max(min(times), seconds.get(rows // 2, 0.0))  # more rows never cost less
             rows *= 2
         return cls(seconds)
 
 
 @dataclass
 class Record:
-    """What one answer has shown: guesses right and wrong (fading), and how long it has not been guessed at."""
+    """How guesses of one strength fared: right and wrong (fading), and how long none has been made."""
 
-    right: float = 0.0
-    wrong: float = 0.0
+    right: float
+    wrong: float
     idle: int = 0
     patience: int = PROBE_AFTER[0]
 
-    def rate(self, prior: float) -> float:
-        return (self.right + 2 * prior) / (self.right + self.wrong + 2)
+    @property
+    def rate(self) -> float:
+        return self.right / (self.right + self.wrong)
+
+    def add(self, right: int, wrong: int, fade: float) -> None:
+        fade **= right + wrong
+        self.right, self.wrong = self.right * fade + right, self.wrong * fade + wrong
+        first, most = PROBE_AFTER
+        self.patience = first if right else min(2 * self.patience, most)
 
 
 class Speculator:
@@ -175,45 +196,52 @@ class Speculator:
         draft: Callable[[int], float] | None = None,
     ):
         self.proposer, self.most, self.step, self.draft = proposer, most, step, draft
-        self.records: WeakKeyDictionary[Choice, Record] = WeakKeyDictionary()
-        self.all = Record(1.0, 1.0)  # of all answers: what to expect of a new one
-        self.drafted = self.accepted = self.verified = self.decodes = 0
+        self.overall: dict[int, Record] = {}  # by strength, of all answers: what to expect of a new one
+        self.records: WeakKeyDictionary[Choice, dict[int, Record]] = WeakKeyDictionary()
+        self.asked: dict[Choice, int] = {}  # whose guesses are being verified, and their strength
+        self.drafted = self.accepted = self.decodes = 0
 
     def propose(self, choices: list[Choice], rooms: list[int]) -> list[list[int]]:
         """Guesses for the answers that decode now; rooms: how many each may take."""
         self.decodes += len(choices)
-        limits = self.plan(choices, rooms)
+        strengths = self.proposer.strength(choices)
+        longest = [min(room, self.most) if strength else 0 for room, strength in zip(rooms, strengths, strict=True)]
+        records = [self._record(choice, strength) for choice, strength in zip(choices, strengths, strict=True)]
+        limits = longest if self.step is None else self.plan(records, longest)
+        self.asked = dict(zip(choices, strengths, strict=True))
         return self.proposer.propose(choices, limits) if any(limits) else [[] for _ in choices]
 
-    def plan(self, choices: list[Choice], rooms: list[int]) -> list[int]:
-        """How many guesses each answer is given."""
-        longest = [min(room, self.most) for room in rooms]
-        if self.step is None:
-            return longest
+    def _record(self, choice: Choice, strength: int) -> Record:
+        overall = self.overall.setdefault(strength, Record(2.0 * strength, 2.0))
+        own = self.records.setdefault(choice, {})
+        if strength not in own:
+            own[strength] = Record(2 * overall.rate, 2 - 2 * overall.rate)
+        return own[strength]
+
+    def plan(self, records: list[Record], longest: list[int]) -> list[int]:
+        """How many guesses each answer is given, of at most `longest`."""
         chances = []  # (chance that the guess is right together with all before it, answer)
-        limits = [0] * len(choices)
-        for i, choice in enumerate(choices):
-            record = self.records.setdefault(choice, Record())
-            if record.idle >= record.patience and longest[i]:
-                limits[i] = 1
-            rate, chance = record.rate(self.all.rate(0.5)), 1.0
+        for i, record in enumerate(records):
+            chance = 1.0
             for _ in range(longest[i]):
-                chance *= rate
+                chance *= record.rate
                 chances.append((chance, i))
         chances.sort(key=lambda pair: -pair[0])
-        rows = len(choices)
-        tokens, seconds = float(rows), self.step(rows)
+        rows, tokens, seconds = len(records), float(len(records)), self.step(len(records))
         guess_s = self.draft(rows) / rows if self.draft else 0.0
-        planned = [0] * len(choices)
+        limits = [0] * len(records)
         for chance, i in chances:
             more = self.step(rows + 1) - self.step(rows) + guess_s
             if chance * seconds <= more * tokens:
                 break
-            planned[i] += 1
+            limits[i] += 1
             rows, tokens, seconds = rows + 1, tokens + chance, seconds + more
-        for i, choice in enumerate(choices):
-            limits[i] = max(limits[i], planned[i])
-            self.records[choice].idle = 0 if limits[i] else self.records[choice].idle + 1
+        for i, record in enumerate(records):
+            if limits[i] == 0 < longest[i]:
+                record.idle += 1
+                limits[i] = int(record.idle > record.patience)
+            if limits[i]:
+                record.idle = 0
         return limits
 
     def observe(self, choice: Choice) -> None:
@@ -222,13 +250,9 @@ class Speculator:
         wrong = int(right < guessed and choice.finish_reason is None)  # what comes after a wrong one was not tested
         self.drafted += guessed
         self.accepted += right
-        self.verified += 1
-        record = self.records.setdefault(choice, Record())
-        for kept, fade in ((record, FADE), (self.all, 1 - (1 - FADE) / 4)):
-            fade **= right + wrong
-            kept.right, kept.wrong = kept.right * fade + right, kept.wrong * fade + wrong
-        first, most = PROBE_AFTER
-        record.patience = first if right else min(2 * record.patience, most)
+        strength = self.asked[choice]
+        self.records[choice][strength].add(right, wrong, FADE)
+        self.overall[strength].add(right, wrong, OVERALL_FADE)
 
     def break_even(self) -> float | None:
         """The acceptance rate above which a single guess pays for one sequence alone."""

@@ -1,0 +1,339 @@
+"""Guesses change no answer and no distribution, leave no trace in memory, and are only made where they pay."""
+
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import torch
+from test_engine import GREEDY, assert_all_free, expected, make_engine, prompts_of, run, world
+
+from compiled import DecodeGraphs
+from draft_model import check_same_tokens, first_layers
+from generate import LLM
+from kv_paged import blocks_needed
+from sampling import SamplerState, draw, probabilities, process_logits
+from sampling_params import SamplingParams
+from speculative import GUESS, NgramProposer, Speculator, StepCost, rejection_sample, verdict
+from tokenizer import Tokenizer
+
+PROPOSERS = ("ngram", "copy", "stranger", "self:1")
+
+
+def surprise(counts: list[int], p: list[float]) -> float:
+    """Pearson's statistic in standard deviations above its mean; tokens that p never gives must not occur."""
+    total, statistic, cells = sum(counts), 0.0, 0
+    for count, chance in zip(counts, p, strict=True):
+        if chance == 0:
+            assert count == 0
+        else:
+            statistic += (count - total * chance) ** 2 / (total * chance)
+            cells += 1
+    free = max(1, cells - 1)
+    return (statistic - free) / math.sqrt(2 * free)
+
+
+# -- exactness ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields",
+    (
+        {"temperature": 1.0},
+        {"temperature": 0.6},
+        {"temperature": 1.0, "top_p": 0.7},
+        {"temperature": 1.4, "top_k": 3},
+        {"temperature": 1.0, "min_p": 0.2},
+        {"temperature": 1.0, "repetition_penalty": 1.8, "frequency_penalty": 0.9, "presence_penalty": 0.4},
+        {"temperature": 0.8, "top_p": 0.9, "top_k": 5, "min_p": 0.05, "logit_bias": {2: 1.5}},
+    ),
+)
+@pytest.mark.parametrize("drawn", (True, False))
+def test_F42_the_rejection_rule_leaves_the_distribution_as_it_is(fields, drawn):
+    vocab = 6 + len(fields)
+    generator = torch.Generator().manual_seed(len(str(fields)))
+    target, draft = torch.randn(2, vocab, generator=generator) * 1.5
+    counts = [0] * vocab
+    for seed in range(2500):
+        state = SamplerState(SamplingParams(seed=seed, **fields), [0, 1, 1], 0)
+        for token in (3, 4, 3):
+            state.commit(token)
+        if drawn:
+            (q,) = probabilities(process_logits(draft[None], [state]), [state])
+        else:  # a proposer that is certain of one token
+            q = torch.zeros(vocab, dtype=torch.float64)
+            q[int(draft.argmax())] = 1.0
+        guess = draw(q, state.uniform(GUESS))
+        choice = SimpleNamespace(
+            state=state, request=SimpleNamespace(params=state.params), guess_probs=[q], num_guessed=1, num_draft=1
+        )
+        counts[verdict(choice, target, guess, None).token] += 1
+    (p,) = probabilities(process_logits(target[None], [state]), [state])
+    assert surprise(counts, p.tolist()) < 5
+
+
+def test_rejection_accepts_as_often_as_can_be():
+    p, q = (torch.tensor(x, dtype=torch.float64) for x in ([0.5, 0.3, 0.2, 0], [0.1, 0.6, 0.1, 0.2]))
+    grid = [(i + 0.5) / 1000 for i in range(1000)]
+    accepted = sum(float(q[g]) * sum(rejection_sample(p, q, g, u, 0.5) == g for u in grid) / 1000 for g in range(4))
+    assert accepted == pytest.approx(float(torch.minimum(p, q).sum()), abs=2e-3)
+    assert rejection_sample(p, p, 1, 0.999, 0.0) == 1
+    assert {rejection_sample(p, q, 3, 0.0, u) for u in grid} == {0, 2}  # where p has more than q
+
+
+def fixed_logits(engine, favourites: dict[int, float]):
+    row = torch.full((320,), -50.0)
+    for token, value in favourites.items():
+        row[token] = value
+    engine.run_model = lambda batch: row.repeat(len(batch.logit_rows), 1)
+
+
+def test_rejection_through_the_engine_leaves_the_distribution_as_it_is():
+    engine = make_engine(speculate="copy", rejection=True, num_blocks=2000, max_num_seqs=200)
+    favourites = {10: 1.0, 11: 0.4, 12: 0.0, 13: -0.5, 14: 0.9, 15: -2.0}
+    fixed_logits(engine, favourites)
+    fixed_logits(engine.speculator.proposer, {10: -0.5, 11: 1.4, 12: 0.3, 13: 0.9, 14: -1.0, 16: 0.5})
+    p = torch.tensor(list(favourites.values())).softmax(0)
+    counts = [[0] * 6 for _ in range(5)]
+    for seed in range(6):
+        params = SamplingParams(n=100, seed=seed, max_tokens=5, ignore_eos=True)
+        (output,) = run(engine, [([5, 6], params)])
+        for answer in output.outputs:
+            for place, token in enumerate(answer.token_ids):
+                counts[place][token - 10] += 1
+    for count in counts:
+        assert surprise(count, p.tolist()) < 5
+    overlap = 0.2 < engine.speculator.accepted / engine.speculator.drafted < 0.7
+    assert overlap, engine.speculator.stats()
+
+
+@pytest.mark.parametrize("rejection", (False, True))
+@pytest.mark.parametrize("speculate", PROPOSERS)
+def test_F41_greedy_answers_are_the_same_whoever_guesses(speculate, rejection):
+    prompts = prompts_of(3, 9, 14)
+    params = dataclasses.replace(GREEDY, max_tokens=24)
+    engine = make_engine(speculate=speculate, rejection=rejection)
+    outputs = run(engine, [(p, params) for p in prompts])
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == expected("llama", prompt, params)
+    assert engine.speculator.drafted > 0
+
+
+@pytest.mark.parametrize("temperature", (0, 1.0))
+@pytest.mark.parametrize("most", (1, 3, 5))
+def test_F41_a_copy_is_always_right_and_memory_exact(most, temperature):
+    engine = make_engine(speculate="copy", most=most)
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=25, ignore_eos=True, frequency_penalty=0.3)
+    requests = [engine.add(p, params) for p in prompts_of(5, 8)]
+    while engine.has_work:
+        engine.step()
+        for seq in engine.scheduler.running:
+            if seq.request.state.n_output:
+                assert seq.num_computed == len(seq.tokens) - 1
+                assert len(seq.block_table) == blocks_needed(seq.num_computed, 4)
+        for seq, known in engine.speculator.proposer.following.values():
+            assert len(seq.block_table) == blocks_needed(seq.num_computed, 4) and known <= len(seq.tokens)
+    assert engine.speculator.accepted == engine.speculator.drafted > 0
+    steps = engine.scheduler.stats()["steps"]
+    assert steps == 1 + math.ceil(24 / (most + 1))
+    assert all(r.output().outputs[0].token_ids == expected("llama", r.prompt_ids, params) for r in requests)
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("speculate", PROPOSERS)
+def test_logprobs_stops_and_streams_are_those_of_plain_decoding(speculate):
+    params = SamplingParams(temperature=0.9, seed=4, max_tokens=30, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    prompts = prompts_of(7, 12)
+    plain = run(make_engine(), [(p, params) for p in prompts])
+    stop = plain[0].outputs[0].text[5:8]
+    for fields in ({}, {"stop": [stop]}, {"stop": [stop], "n": 3}):
+        asked = [(p, dataclasses.replace(params, **fields)) for p in prompts]
+        engine, streams = make_engine(speculate=speculate), {}
+        added = [engine.add(*request) for request in asked]
+        while engine.has_work:
+            for delta in engine.step():
+                key = delta.request.id, delta.index
+                streams[key] = streams.get(key, "") + delta.text
+        for request, wanted in zip(added, run(make_engine(), asked), strict=True):
+            got = request.output()
+            for a, b in zip(got.outputs, wanted.outputs, strict=True):
+                assert (a.token_ids, a.text, a.finish_reason) == (b.token_ids, b.text, b.finish_reason)
+                assert streams[request.id, a.index] == a.text
+                assert [s.logprob for s in a.logprobs] == pytest.approx([s.logprob for s in b.logprobs], abs=1e-4)
+            for a, b in zip(got.prompt_logprobs[1:], wanted.prompt_logprobs[1:], strict=True):
+                assert a.token == b.token and a.logprob == pytest.approx(b.logprob, abs=1e-4)
+
+
+def test_a_structured_answer_is_guessed_within_its_structure():
+    params = SamplingParams(temperature=0.8, seed=2, max_tokens=40, regex="(the (cat|dog) sat, ){3}end")
+    engine = make_engine(speculate="copy", jump_forward=False)
+    requests = [(p, params) for p in prompts_of(4, 6)]
+    for (prompt, _), output in zip(requests, run(engine, requests), strict=True):
+        assert output.outputs[0].token_ids == expected("llama", prompt, params, jump=False)
+    assert engine.speculator.accepted == engine.speculator.drafted > 0
+
+
+# -- failures and refusals ---------------------------------------------------------------------------------------
+
+
+def test_a_proposer_that_fails_is_done_without(capsys):
+    engine = make_engine(speculate="ngram")
+    engine.speculator.proposer.propose = lambda choices, limits: 1 / 0
+    request = engine.add(prompts_of(5)[0], GREEDY)
+    while engine.has_work:
+        engine.step()
+    assert engine.speculator is None and "ZeroDivisionError" in capsys.readouterr().err
+    assert request.output().outputs[0].token_ids == expected("llama", request.prompt_ids, GREEDY)
+    assert_all_free(engine)
+
+
+def test_a_draft_without_memory_leaves_the_target_alone():
+    engine = make_engine(speculate="copy", num_blocks=60)
+    proposer = engine.speculator.proposer
+    held = proposer.tables.pool.allocate(56)  # room for one of the two, if at all
+    params = dataclasses.replace(GREEDY, max_tokens=20)
+    requests = [engine.add(p, params) for p in prompts_of(8, 9)]
+    while engine.has_work:
+        engine.step()
+    assert all(r.output().outputs[0].token_ids == expected("llama", r.prompt_ids, params) for r in requests)
+    proposer.tables.pool.release(held)
+    assert_all_free(engine)
+
+
+def test_F43_padding_may_differ_but_not_the_tokens(tmp_path):
+    target = tiny.hf_folder(tmp_path / "target", "llama")
+    padded = tiny.hf_folder(tmp_path / "padded", "llama", seed=1, vocab_size=384)
+    shorter = tiny.hf_folder(tmp_path / "shorter", "llama", seed=1, vocab_size=Tokenizer.from_folder(target).vocab_size)
+    plain = LLM(str(target), kernels="reference", num_blocks=40)
+    params = dataclasses.replace(GREEDY, logit_bias={319: 1})
+    for draft in (padded, shorter):
+        llm = LLM(str(target), kernels="reference", num_blocks=40, speculate=f"draft:{draft}")
+        llm.engine.speculator.step = None  # guess, whether it pays or not
+        for prompt in ("the cat sat", [5, 319, 6]):
+            answers = [m.generate([prompt], params)[0].outputs[0].token_ids for m in (llm, plain)]
+            assert answers[0] == answers[1]
+        assert llm.stats()["drafted"] > 0
+    library = (target / "tokenizer.json").read_text(encoding="utf-8")
+    for file, text in (("tokenizer.json", library.replace('"a":', '"\u0000":', 1).replace('"b":', '"a":', 1)),):
+        (padded / file).write_text(text.replace('"\u0000":', '"b":', 1), encoding="utf-8")
+    with pytest.raises(ValueError, match="another tokenizer.*same family"):
+        LLM(str(target), kernels="reference", num_blocks=40, speculate=f"draft:{padded}")
+    check_same_tokens(plain.tokenizer, plain.tokenizer)
+
+
+@pytest.mark.parametrize("wrong", ("ngrams", "self:0", "self:2", "self:x", "draft:", "ngram:3"))
+def test_unknown_proposers_are_refused_by_name(tmp_path, wrong):
+    folder = tiny.hf_folder(tmp_path / "m", "llama")
+    with pytest.raises(ValueError, match=f"speculate='{wrong}'"):
+        LLM(str(folder), kernels="reference", num_blocks=20, speculate=wrong)
+
+
+def test_first_layers_share_their_weights():
+    model = world()[2]
+    draft = first_layers(model, 1)
+    assert len(draft.layers) == 1 and len(model.layers) == 2 and draft.layers[0] is model.layers[0]
+
+
+# -- how much to guess -------------------------------------------------------------------------------------------
+
+
+def ngrams(tokens: list[int], limit: int, longest=3, shortest=1) -> tuple[int, list[int]]:
+    choice = SimpleChoice(tokens)
+    proposer = NgramProposer(longest, shortest)
+    return proposer.strength([choice])[0], proposer.propose([choice], [limit])[0]
+
+
+class SimpleChoice:
+    finish_reason = None
+
+    def __init__(self, tokens):
+        self.seq = SimpleNamespace(tokens=tokens)
+
+
+def test_ngrams_find_the_latest_longest_match():
+    assert ngrams([1, 2, 3, 9, 9, 2, 3, 7, 1, 2, 3], 2) == (3, [9, 9])
+    assert ngrams([2, 3, 5, 2, 3, 7, 1, 2, 3], 1) == (2, [7])
+    assert ngrams([1, 2, 3], 4) == (0, [])
+    assert ngrams([4, 8, 8], 5) == (1, [8] * 5)  # runs into itself
+    assert ngrams([1, 2, 1, 2], 5) == (2, [1, 2, 1, 2, 1])
+
+
+def test_ngrams_follow_a_growing_sequence():
+    choice, proposer = SimpleChoice([1, 2]), NgramProposer(2, 2)
+    assert proposer.propose([choice], [3]) == [[]]
+    choice.seq.tokens += [3, 1, 2]
+    assert proposer.propose([choice], [3]) == [[3, 1, 2]]
+    choice.seq.tokens += [4, 1, 2]
+    assert proposer.propose([choice], [2]) == [[4, 1]]
+
+
+def observe(speculator: Speculator, choices: list, right: int) -> list[int]:
+    """One step in which of every guess so many tokens were right. Returns the lengths of the guesses."""
+    guesses = speculator.propose(choices, [99] * len(choices))
+    for choice, guess in zip(choices, guesses, strict=True):
+        choice.num_guessed, choice.num_right = len(guess), min(right, len(guess))
+        if guess:
+            speculator.observe(choice)
+    return [len(guess) for guess in guesses]
+
+
+def always_matching() -> SimpleChoice:
+    return SimpleChoice([1, 2, 3, 1, 2, 3])
+
+
+def test_guesses_grow_where_they_are_right_and_cease_where_they_are_not():
+    good, bad = (Speculator(NgramProposer(), 6, lambda rows: 10 + rows) for _ in range(2))
+    a, b = always_matching(), always_matching()
+    lengths = [(observe(good, [a], 9)[0], observe(bad, [b], 0)[0]) for _ in range(300)]
+    assert lengths[-1][0] == 6 == lengths[20][0]
+    late = [length for _, length in lengths[100:]]
+    assert late.count(0) > 0.98 * len(late) and set(late) == {0, 1}  # a probe now and then
+    assert [observe(bad, [b], 9)[0] for _ in range(300)][-1] == 6  # and a probe that succeeds brings them back
+
+
+def test_guesses_stop_where_rows_are_not_free():
+    free, dear = (Speculator(NgramProposer(), 6, step) for step in (lambda rows: 10.0, lambda rows: 10.0 * rows))
+    choices = [always_matching() for _ in range(3)]
+    for _ in range(5):
+        assert observe(free, choices, 9) == [6] * 3
+        assert observe(dear, choices, 9) == [0] * 3
+    crowded = Speculator(NgramProposer(), 6, lambda rows: 10.0 + max(0, rows - 4) * 5)
+    assert sum(observe(crowded, choices, 9)) == 1  # the fourth row is free, the fifth is not worth it
+    assert Speculator(NgramProposer(), 6, lambda rows: 10.0 + rows, lambda rows: 2.0).break_even() == 3 / 11
+
+
+def test_draft_costs_count():
+    cheap, dear = (Speculator(NgramProposer(), 6, lambda r: 10 + r, lambda r, s=s: s) for s in (0.1, 30.0))
+    a = always_matching()
+    assert observe(cheap, [a], 9)[0] > 0 == observe(dear, [a], 9)[0]
+
+
+def test_step_costs_are_interpolated_and_never_fall():
+    calls = []
+    cost = StepCost.measure(calls.append, 8)
+    assert sorted(set(calls)) == [1, 2, 4, 8] and cost.seconds == sorted(cost.seconds)
+    cost = StepCost({1: 1.0, 2: 2.0, 4: 3.0})
+    assert [cost(rows) for rows in (1, 2, 3, 4, 8)] == [1, 2, 2.5, 3, 5]
+
+
+# -- compiled steps ----------------------------------------------------------------------------------------------
+
+
+def test_several_tokens_of_a_sequence_replay_as_sequences_of_one():
+    model, answers = world()[2], []
+    for captured in (False, True):
+        engine = make_engine(speculate="copy")
+        if captured:
+
+            def capture(run):
+                output = run()
+                return output, lambda: output.copy_(run())
+
+            engine.run_model = DecodeGraphs(model, engine.kv, [4, 9, 30], 16, capture)
+        params = SamplingParams(temperature=0.7, seed=1, max_tokens=20, ignore_eos=True, prompt_logprobs=0)
+        outputs = run(engine, [(p, params) for p in prompts_of(5, 3, 40)])
+        answers.append([output.outputs[0].token_ids for output in outputs])
+        if captured:
+            assert set(engine.run_model.recorded) == {4, 9, 30}
+    assert answers[0] == answers[1]
