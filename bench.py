@@ -2,6 +2,8 @@
 
     python bench.py decode --quant int4 --compile --prompt 512 --gen 128 --batch 1 8 32 --threads 2 --json
     python bench.py versus --quant int4 --compile --peer "python other_bench.py model.gguf" --rounds 3
+    python bench.py perplexity --quant int4          (bench_quality.py)
+    python bench.py profile --quant int4 --compile   (bench_quality.py)
 
 Prefill and decode are two numbers, always: prefill is bound by arithmetic, decode by the bytes of the weights. Both are
 measured through the engine as a user drives it, scheduling, sampling and detokenising included:
@@ -25,7 +27,12 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
+import torch
+
+import bench_quality
+import kernels
 from cli import add_engine_flags, engine_arguments
 from generate import LLM
 from roofline import decode_floor, read_bandwidth
@@ -93,8 +100,8 @@ def run_decode(args: argparse.Namespace) -> int:
         print(f"{name:12} {value:9.1f} tok/s")
     share = medians(result).get("decode x1", 0.0) / result["floor_tok_s"]
     print(
-        f"floor        {result['floor_tok_s']:9.1f} tok/s for one sequence: {result['weight_bytes'] / 1e6:.0f} MB a step "
-        f"at {result['bandwidth_gb_s']} GB/s; reached {share:.0%}"
+        f"floor        {result['floor_tok_s']:9.1f} tok/s for one sequence: {result['weight_bytes'] / 1e6:.0f} MB a "
+        f"step at {result['bandwidth_gb_s']} GB/s; reached {share:.0%}"
     )
     return 0
 
@@ -133,33 +140,69 @@ def run_versus(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_perplexity(args: argparse.Namespace) -> int:
+    results = bench_quality.run_perplexity(args, engine_arguments(args))
+    if args.json:
+        print(json.dumps(results))
+        return 0
+    base = next(iter(results.values()))["perplexity"]
+    for name, r in results.items():
+        rise = f"{r['perplexity'] / base - 1:+.2%}"
+        print(f"{name:28} {r['perplexity']:8.4f} {rise:>8}   {r['weight_bytes'] / 1e6:6.1f} MB, {r['tokens']} tokens")
+    return 0
+
+
+def run_profile(args: argparse.Namespace) -> int:
+    llm = LLM(**engine_arguments(args), quiet=False)
+    result = {}
+    for batch in args.batch:
+        result[str(batch)] = {"step": bench_quality.run_profile(llm, batch, args.gen)}
+        if kernels.backend() == "native" and args.quant and llm.model.dtype == torch.float32:
+            result[str(batch)]["kernels"] = bench_quality.profile_kernels(llm, batch, 16 + args.gen)
+    if args.json:
+        print(json.dumps(result))
+        return 0
+    for batch, parts in result.items():
+        print(f"decode step, {batch} sequences: {parts['step'].pop('whole step'):.3f} ms")
+        for name, ms in sorted(parts["step"].items(), key=lambda item: -item[1]):
+            print(f"  {name:24} {ms:8.3f} ms")
+        for name, (ms, rate) in parts.get("kernels", {}).items():
+            print(f"    {name:22} {ms:8.3f} ms" + (f"  {rate:5.1f} GB/s" if rate else ""))
+    return 0
+
+
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("bench.py", description="Measure the vitrine engine.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, run, about in (
-        ("decode", run_decode, "tokens per second of prefill and of decode at several batch sizes"),
-        ("versus", run_versus, "the same, in turn with another program"),
-    ):
+
+    def command(name: str, run: Callable, about: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=about)
         sub.set_defaults(run=run)
-        sub.add_argument("--prompt", type=int, default=512, metavar="N", help="prompt tokens of the prefill figure")
-        sub.add_argument("--gen", type=int, default=128, metavar="N", help="tokens each sequence decodes")
-        sub.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], metavar="B")
-        sub.add_argument("--repeat", type=int, default=3, metavar="N")
         sub.add_argument("--json", action="store_true")
         add_engine_flags(sub)
-        if name == "versus":
-            sub.add_argument("--peer", required=True, metavar="COMMAND", help="prints the same JSON keys as decode")
-            sub.add_argument("--rounds", type=int, default=3, metavar="N")
-    argv = sys.argv[1:] if argv is None else argv
+        return sub
+
+    decode = command("decode", run_decode, "tokens per second of prefill and of decode at several batch sizes")
+    versus = command("versus", run_versus, "the same, in turn with another program")
+    profile = command("profile", run_profile, "where the time of a decode step goes")
+    text = command("perplexity", run_perplexity, "what quantised weights and activations cost in quality")
+    for sub in (decode, versus):
+        sub.add_argument("--prompt", type=int, default=512, metavar="N", help="prompt tokens of the prefill figure")
+        sub.add_argument("--repeat", type=int, default=3, metavar="N")
+    for sub, batches in ((decode, [1, 8, 32]), (versus, [1, 8, 32]), (profile, [1, 32])):
+        sub.add_argument("--gen", type=int, default=128, metavar="N", help="tokens each sequence decodes")
+        sub.add_argument("--batch", type=int, nargs="+", default=batches, metavar="B")
+    versus.add_argument("--peer", required=True, metavar="COMMAND", help="prints the same JSON keys as decode")
+    versus.add_argument("--rounds", type=int, default=3, metavar="N")
+    text.add_argument("--text", metavar="FILE", help="another text than data/alice.txt")
     args = parser.parse_args(argv)
-    for name in ("prompt", "gen", "repeat"):
-        if getattr(args, name) < 1:
+    for name in ("prompt", "gen", "repeat", "rounds"):
+        if getattr(args, name, 1) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
-    if min(args.batch) < 1:
+    if min(getattr(args, "batch", [1])) < 1:
         parser.error(f"--batch takes sizes of at least 1, got {args.batch}")
-    args.max_num_seqs = max(args.max_num_seqs, *args.batch)
-    args.max_num_batched_tokens = max(args.max_num_batched_tokens, args.prompt)
+    args.max_num_seqs = max(args.max_num_seqs, *getattr(args, "batch", [1]), 1)
+    args.max_num_batched_tokens = max(args.max_num_batched_tokens, getattr(args, "prompt", 1))
     args.forwarded = engine_flags(args)
     return args
 
