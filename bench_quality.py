@@ -1,6 +1,6 @@
 """What rounding costs, and where a step's time goes: the two questions behind every figure in tokens per second.
 
-    python bench.py perplexity --quant int4          dense, quantised, and quantised with 8-bit activations, side by side
+    python bench.py perplexity --quant int4          dense, quantised, and quantised with 8-bit activations
     python bench.py profile --quant int4 --compile   milliseconds of one decode step: planning, kernels, sampling
 
 Perplexity is exp of the mean negative log-probability of a text, token by token; a rise of 1 % means the model is as

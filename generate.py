@@ -54,6 +54,7 @@ class LLM:
     compile         compile one decoder layer for all (and capture decode steps on a GPU)
     dtype, device   "auto": float32 on a CPU, the checkpoint's own 16 bits on a GPU if there is one
     block_size      tokens per KV page; the pool has num_blocks of them, or as many as kv_memory bytes hold
+    kv_dtype        "auto": that of the model; "float16" or "bfloat16" halve the bytes attention reads in float32 models
     max_model_len   the longest prompt plus answer; at most what the model was trained for
     policy          "fcfs", "priority" or "lpm"; preemption "recompute" or "swap"; batching "continuous" or "static"
     prefix_cache    "radix", "hash" or "none"
@@ -73,6 +74,7 @@ class LLM:
         block_size: int = 16,
         num_blocks: int | None = None,
         kv_memory: int | None = None,
+        kv_dtype: str = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 32,
         max_num_batched_tokens: int = 512,
@@ -94,6 +96,7 @@ class LLM:
         quiet: bool = True,
     ):
         choose("dtype", dtype, ["auto", *DTYPES])
+        choose("kv_dtype", kv_dtype, ["auto", *DTYPES])
         choose("prefix_cache", prefix_cache, PREFIX_CACHES)
         choose("activations", activations, ["int8", "float"])
         choose("verify", verify, ["coupled", "rejection"])
@@ -117,7 +120,8 @@ class LLM:
         torch.set_num_threads(1 if kernels_in_use == "native" and quant else threads)
         set_activations(self.model, activations)
         self.load_s = time.perf_counter() - start
-        self.kv = self._allocate(block_size, num_blocks, kv_memory, max_num_seqs)
+        kv_type = self.model.dtype if kv_dtype == "auto" else DTYPES[kv_dtype]
+        self.kv = self._allocate(block_size, num_blocks, kv_memory, kv_type, max_num_seqs)
         pool = BlockPool(self.kv.num_blocks, block_size)
         cache = PREFIX_CACHES[prefix_cache]
         self.scheduler = Scheduler(
@@ -223,21 +227,21 @@ class LLM:
             raise ValueError(f"max_model_len={wanted}: this model takes 2 to {most} tokens")
         return wanted or most
 
-    def _allocate(self, block_size: int, num_blocks: int | None, kv_memory: int | None, max_num_seqs: int) -> KVCache:
-        """The page pool: num_blocks if given (block 0, the padding, comes on top), else what the memory budget holds."""
+    def _allocate(
+        self, block_size: int, num_blocks: int | None, kv_memory: int | None, dtype: torch.dtype, max_num_seqs: int
+    ) -> KVCache:
+        """The page pool: num_blocks if given (block 0, the padding, on top), else what the memory budget holds."""
         if block_size < 1 or (num_blocks is not None and num_blocks < 1):
             raise ValueError(f"block_size={block_size} and num_blocks={num_blocks} must be at least 1")
-        config, itemsize = self.config, self.model.dtype.itemsize
+        config = self.config
         layout = (config.num_layers, block_size, config.num_kv_heads, config.head_dim)
         if num_blocks is not None:
             total = num_blocks + 1
         else:
-            total = blocks_for_budget(kv_memory, *layout, itemsize, free_memory(str(self.device)))
+            total = blocks_for_budget(kv_memory, *layout, dtype.itemsize, free_memory(str(self.device)))
             if kv_memory is None:  # no more than every seat filled to the last token could use
                 total = min(total, 1 + max_num_seqs * blocks_needed(self.max_model_len, block_size))
-        return KVCache(
-            config.num_layers, total, block_size, config.num_kv_heads, config.head_dim, self.model.dtype, self.device
-        )
+        return KVCache(config.num_layers, total, block_size, config.num_kv_heads, config.head_dim, dtype, self.device)
 
     def _compile(self, quant: str | None, max_num_seqs: int) -> None:
         """Compile or capture (compiled.py says which when), now and not in the middle of the first answer."""
