@@ -180,6 +180,7 @@ class EngineThread:
             except BaseException:
                 for request in job.requests:
                     engine.abort(request)
+                job.requests.clear()
                 raise
             job.unfinished = len(job.requests)
             served.jobs |= {request.id: job for request in job.requests}
@@ -187,7 +188,12 @@ class EngineThread:
         try:
             await self.call(add)
         except asyncio.CancelledError:
-            self.abort(job)  # it may have been added already; the letters are in order
+            # The letter may have been opened already or not; this one comes after it.
+            self.send(
+                lambda: (
+                    self._abort(served, job.requests, None) if job.requests else self._send(job, [], len(prompts), True)
+                )
+            )
             raise
         except BaseException:
             served.open -= len(prompts)

@@ -43,8 +43,8 @@ SCHEDULER = (
     ("prompt_tokens", "prefix_cache_queries_total", "counter", "Prompt tokens looked up in the prefix cache."),
     ("hit_tokens", "prefix_cache_hits_total", "counter", "Those of them that were found there."),
     ("evicted_blocks", "evicted_blocks_total", "counter", "Blocks the prefix cache had to give up."),
-    ("drafted_tokens", "drafted_tokens_total", "counter", "Tokens guessed by speculation."),
-    ("accepted_tokens", "accepted_drafts_total", "counter", "Those of them that were right."),
+    ("drafted", "drafted_tokens_total", "counter", "Tokens guessed by speculation."),
+    ("accepted", "accepted_drafts_total", "counter", "Those of them that were right."),
 )
 
 

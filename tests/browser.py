@@ -26,8 +26,19 @@ class Browser:
             os.dup2(a, 3)
             os.dup2(b, 4)
 
-        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe"]
-        flags += [f"--user-data-dir={profile}", f"--window-size={width},{height}", "--no-first-run", "--hide-scrollbars"]
+        flags = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--remote-debugging-pipe",
+        ]
+        flags += [
+            f"--user-data-dir={profile}",
+            f"--window-size={width},{height}",
+            "--no-first-run",
+            "--hide-scrollbars",
+        ]
         quiet = subprocess.DEVNULL
         self.process = subprocess.Popen(
             [BINARY, *flags, "about:blank"], close_fds=False, preexec_fn=descriptors, stdout=quiet, stderr=quiet
@@ -75,7 +86,9 @@ class Browser:
         """Until a JavaScript expression is true."""
         end = time.monotonic() + seconds
         while not self.run(condition):
-            assert time.monotonic() < end, f"{condition} did not come true; the page says {self.run('document.body.innerText')}"
+            assert time.monotonic() < end, (
+                f"{condition} did not come true; the page says {self.run('document.body.innerText')}"
+            )
 
     def screenshot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot")["data"]))

@@ -298,7 +298,7 @@ def test_F64_wrong_types_are_typed_errors(server, field, value):
 def test_F64_numbers_that_are_none_and_errors_that_stay_small(server):
     headers = {"content-type": "application/json"}
     for number in ("NaN", "Infinity", "-Infinity", "1e400", "1" * 5000):
-        content = '{"prompt": "x", "temperature": %s}' % number
+        content = '{"prompt": "x", "temperature": ' + number + "}"
         answer = server.http.post("/v1/completions", content=content, headers=headers)
         assert answer.status_code == 400, number
     assert "surrogate" in server.http.post("/v1/completions", content='{"prompt": "\\ud800"}', headers=headers).text
