@@ -168,7 +168,8 @@ class DraftModel:
         """One more guess each. A row that allows none ends its draft."""
         for r, draft in enumerate(drafts):
             if draft.guided is not None and draft.guided.forced:
-                draft.choice.guess_probs.append(None)  # keeps its place, but no rule is needed for what is forced
+                if self.rejection:
+                    draft.choice.guess_probs.append(None)  # keeps its place, but what is forced is under no rule
                 draft.add(draft.guided.forced[0])
                 continue
             state, mask = draft.choice.state, draft.guided and draft.guided.mask()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -172,6 +173,16 @@ def test_a_structured_answer_is_guessed_within_its_structure():
     for (prompt, _), output in zip(requests, run(engine, requests), strict=True):
         assert output.outputs[0].token_ids == expected("llama", prompt, params, jump=False)
     assert engine.speculator.accepted == engine.speculator.drafted > 0
+
+
+@pytest.mark.parametrize("jump", (True, False))
+def test_the_rejection_rule_keeps_to_a_structure(jump):
+    params = SamplingParams(temperature=1.0, seed=2, max_tokens=50, n=4, regex="((the|a) (cat|dog) sat, ){3}end")
+    engine = make_engine(speculate="stranger", rejection=True, jump_forward=jump)
+    for output in run(engine, [(p, params) for p in prompts_of(4, 6)]):
+        for answer in output.outputs:
+            assert answer.finish_reason == "stop" and re.fullmatch(params.regex, answer.text)
+    assert engine.speculator.drafted > 0
 
 
 # -- failures and refusals ---------------------------------------------------------------------------------------
