@@ -1,6 +1,7 @@
 """What the engine does in a second, measured so that two programs can be laid side by side.
 
     python bench.py decode --quant int4 --compile --prompt 512 --gen 128 --batch 1 8 32 --threads 2 --json
+    python bench.py ideas                                  each idea against its switch turned off: bench_ideas.py
     python bench.py versus --quant int4 --compile --peer "python other_bench.py model.gguf" --rounds 3
     python bench.py perplexity --quant int4          (bench_quality.py)
     python bench.py profile --quant int4 --compile   (bench_quality.py)
@@ -31,6 +32,7 @@ from collections.abc import Callable
 
 import torch
 
+import bench_ideas
 import bench_quality
 import kernels
 from cli import add_engine_flags, engine_arguments
@@ -194,6 +196,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         sub.add_argument("--batch", type=int, nargs="+", default=batches, metavar="B")
     versus.add_argument("--peer", required=True, metavar="COMMAND", help="prints the same JSON keys as decode")
     versus.add_argument("--rounds", type=int, default=3, metavar="N")
+    bench_ideas.add_flags(command("ideas", bench_ideas.run, "what each idea buys, one switch flipped at a time"))
     text.add_argument("--text", metavar="FILE", help="another text than data/alice.txt")
     args = parser.parse_args(argv)
     for name in ("prompt", "gen", "repeat", "rounds"):
