@@ -59,7 +59,8 @@ class LLM:
     policy          "fcfs", "priority" or "lpm"; preemption "recompute" or "swap"; batching "continuous" or "static"
     prefix_cache    "radix", "hash" or "none"
     speculate       None, "ngram", "draft:<model>" or "self:<layers>"; at most num_speculative_tokens guesses at a time;
-                    verify "coupled" (the same tokens as without) or "rejection" (the same distribution)
+                    verify "coupled" (the same tokens as without) or "rejection" (the same distribution);
+                    draft_quant is the draft model's quant (None: as the target)
     jump_forward    append what a structured answer can only go on with, instead of drawing it token by token
     kernels         "native" (C++ on a CPU, Triton on a GPU) or "reference"
     """
@@ -86,6 +87,7 @@ class LLM:
         chunked: bool = True,
         activations: str = "int8",
         speculate: str | None = None,
+        draft_quant: str | None = None,
         num_speculative_tokens: int = 5,
         verify: str = "coupled",
         jump_forward: bool = True,
@@ -102,6 +104,8 @@ class LLM:
         choose("verify", verify, ["coupled", "rejection"])
         if num_speculative_tokens < 1:
             raise ValueError(f"num_speculative_tokens={num_speculative_tokens}: at least 1; speculate=None is off")
+        if draft_quant is not None and not (speculate or "").startswith("draft:"):
+            raise ValueError(f"draft_quant={draft_quant!r} needs speculate='draft:<model>', not {speculate!r}")
         self.quiet, self.max_model_len = quiet, max_model_len
         self.device = choose_device(device)
         kernels_in_use = set_backend(kernels, self.device, threads)
@@ -154,13 +158,15 @@ class LLM:
 
             def load_draft(name: str) -> tuple[Transformer, Tokenizer]:
                 ckpt = open_checkpoint(name)
-                draft = Transformer(ckpt, quant, DTYPES[dtype], self.device, self.max_model_len, self._progress)
+                draft = Transformer(
+                    ckpt, draft_quant or quant, DTYPES[dtype], self.device, self.max_model_len, self._progress
+                )
                 set_activations(draft, activations)
                 return draft, Tokenizer.from_checkpoint(ckpt)
 
             rejection = verify == "rejection"
             proposer = make_proposer(speculate, self.model, self.tokenizer, self.kv, load_draft, rejection)
-            self._speculate(proposer, num_speculative_tokens, max_num_seqs)
+            self._speculate(proposer, num_speculative_tokens, max_num_seqs, compile, draft_quant or quant)
 
     # -- what users call
 
@@ -245,22 +251,27 @@ class LLM:
 
     def _compile(self, quant: str | None, max_num_seqs: int) -> None:
         """Compile or capture (compiled.py says which when), now and not in the middle of the first answer."""
-        on_gpu = self.device.type == "cuda"
-        native = kernels.backend() == "native" and quant is not None and self.model.dtype == torch.float32
-        if on_gpu or native:
-            buckets = [b for b in GPU_BUCKETS if b < max_num_seqs] if on_gpu else range(1, max_num_seqs)
-            widest = blocks_needed(self.max_model_len, self.kv.block_size)
-            capture = cuda_capture if on_gpu else tape_capture
-            self.graphs = DecodeGraphs(self.model, self.kv, [*buckets, max_num_seqs], widest, capture)
+        self.graphs = self._graphs(self.model, self.kv, quant, max_num_seqs)
+        if self.graphs is not None:
             self.engine.run_model = self.graphs
-        if not native:
+        if self.graphs is None or self.device.type == "cuda":
             self.compiler = LayerCompiler(quiet=self.quiet)
             self.compiler.install(self.model)
         for prompt in ([0], [0, 0, 0]):
             self._answer([(prompt, None)], [SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)])
         self.scheduler.drop_cache()
 
-    def _speculate(self, proposer: Proposer, most: int, max_num_seqs: int) -> None:
+    def _graphs(self, model: Transformer, kv: KVCache, quant: str | None, max_num_seqs: int) -> DecodeGraphs | None:
+        """For capturing the decode steps of a model; None where compiling is the better way."""
+        on_gpu = self.device.type == "cuda"
+        native = kernels.backend() == "native" and quant is not None and model.dtype == torch.float32
+        if not on_gpu and not native:
+            return None
+        buckets = [b for b in GPU_BUCKETS if b < max_num_seqs] if on_gpu else range(1, max_num_seqs)
+        widest = blocks_needed(self.max_model_len, kv.block_size)
+        return DecodeGraphs(model, kv, [*buckets, max_num_seqs], widest, cuda_capture if on_gpu else tape_capture)
+
+    def _speculate(self, proposer: Proposer, most: int, max_num_seqs: int, capture: bool, quant: str | None) -> None:
         """Measure what steps cost by their rows, which says how much guessing pays."""
         state = SamplerState(SamplingParams(temperature=0), [0])
 
@@ -273,10 +284,8 @@ class LLM:
 
         draft = None
         if isinstance(proposer, DraftModel):
-            if self.graphs is not None:
-                proposer.run_model = DecodeGraphs(
-                    proposer.model, proposer.kv, self.graphs.buckets, self.graphs.max_blocks, self.graphs.capture
-                )
+            graphs = self._graphs(proposer.model, proposer.kv, quant, max_num_seqs) if capture else None
+            proposer.run_model = graphs or proposer.run_model
             draft = cost(proposer.run_model, max_num_seqs)
         step = cost(self.engine.run_model, max_num_seqs * (1 + most))
         self.engine.speculator = Speculator(proposer, most, step, draft)
