@@ -38,7 +38,7 @@ from scheduler import Scheduler, Sequence, Step
 class Sizes:
     """How large the workloads are. Lengths in tokens."""
 
-    rounds: int = 2
+    rounds: int = 3
     trace_requests: int = 600  # kv-memory
     batch_requests: int = 24
     seats: int = 8
@@ -127,7 +127,7 @@ class Lab:
         draw = random.Random(self.seed)
         return [max(1, min(most, round(draw.lognormvariate(log(mean) - 0.5, 1.0)))) for _ in range(n)]
 
-    def scheduler(self, prefix_cache="none", num_blocks: int | None = None, **switches) -> Watched:
+    def scheduler(self, prefix_cache: str = "none", num_blocks: int | None = None, **switches) -> Watched:
         """Put a fresh scheduler into the engine: same model, same KV memory, other switches."""
         held = self.llm.kv.num_blocks - 1
         if (num_blocks or 0) > held:
@@ -146,7 +146,7 @@ class Lab:
         return {name: gathered(name, rounds) for name, rounds in runs.items()}
 
 
-def counting_scheduler(num_blocks: int, block_size: int, prefix_cache="none", **switches) -> Watched:
+def counting_scheduler(num_blocks: int, block_size: int, prefix_cache: str = "none", **switches) -> Watched:
     pool = BlockPool(num_blocks + 1, block_size)
     cache = None if prefix_cache == "none" else PREFIX_CACHES[prefix_cache](pool)
     return Watched(pool, cache, **switches)
@@ -186,10 +186,10 @@ def median(values: list[float]) -> float:
 
 
 def ratio(a: dict, b: dict, key: str) -> str:
-    """a over b, round by round: "1.52x" or "1.52x (1.49 to 1.55)"."""
+    """a over b, round by round: "1.52x", or "1.52x (1.49 to 1.55)" if the rounds differ."""
     each = [x / y for x, y in zip(a["clock"][key], b["clock"][key], strict=True)]
-    spread = f" ({min(each):.2f} to {max(each):.2f})" if len(each) > 1 else ""
-    return f"{median(each):.2f}x{spread}"
+    middle, least, most = (f"{value:.2f}" for value in (median(each), min(each), max(each)))
+    return f"{middle}x" if least == most else f"{middle}x ({least} to {most})"
 
 
 def columns(sides: dict[str, dict]) -> list[list[str]]:
