@@ -1,0 +1,326 @@
+"""A crowd of clients for a server, and what they had to wait for.
+
+    python bench.py serve --quant int4 --compile --concurrency 32 --requests 128          closed loop
+    python bench.py serve --rate 4 --workload shared --ttft-bound 0.5 --plot load.png     Poisson arrivals
+    python bench.py serve --url http://127.0.0.1:8080 --json                              another server
+
+The problem. Tokens per second of a full batch say little about a service. Users wait for the first token, then read at
+the pace of the others; both depend on who else is there, and an average hides those who waited longest.
+
+The idea. Two ways of arriving, three kinds of traffic, and percentiles instead of means.
+
+    closed loop   C clients, each sends its next request when the last has ended: finds the greatest throughput, but a
+                  slow server slows its own load down
+    Poisson       requests come at random, R a second, whether or not the last ones have been answered, as users do:
+                  finds the rate above which the queue grows without end
+
+    plain    every prompt is different          shared   one long beginning, many ends       turns   conversations
+
+TTFT is from sending a request to its first token, TPOT the mean time of the tokens after it, inter-token the gap
+between two chunks as they arrive (the longest of them is a stall that a reader sees). Goodput counts the requests per
+second that kept both bounds: an answer that comes too late is worth nothing.
+
+Source: Zhong et al., "DistServe" (OSDI 2024), section 2, for goodput. Left out: lengths and arrivals taken from traces
+of real services, which no longer fit one screen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+WORDS = "time year people way day man thing woman life child world school state family student group country".split()
+QUANTILES = (50, 95, 99)
+NOTHING = "the answer held no text"
+
+
+@dataclass
+class Answer:
+    """What one request saw: seconds since it was sent, for each chunk with text; and how it ended."""
+
+    sent: float
+    chunks: list[float] = field(default_factory=list)
+    tokens: int = 0
+    text: str = ""
+    error: str | None = None
+
+    @property
+    def ttft(self) -> float:
+        return self.chunks[0]
+
+    @property
+    def tpot(self) -> float | None:
+        return (self.chunks[-1] - self.chunks[0]) / (self.tokens - 1) if self.tokens > 1 else None
+
+    @property
+    def gaps(self) -> list[float]:
+        return [b - a for a, b in zip(self.chunks, self.chunks[1:], strict=False)]
+
+
+# -- one request
+
+
+async def ask(url: str, key: str | None, body: dict) -> Answer:
+    """Stream one chat completion, noting when each piece arrives."""
+    target = urlsplit(url)
+    content = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}).encode()
+    head = f"POST {target.path.rstrip('/')}/v1/chat/completions HTTP/1.1\r\nHost: {target.netloc}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\nConnection: close\r\n"
+    head += f"Authorization: Bearer {key}\r\n\r\n" if key else "\r\n"
+    answer = Answer(time.perf_counter())
+    try:
+        reader, writer = await asyncio.open_connection(target.hostname, target.port or 80, limit=1 << 20)
+        try:
+            writer.write(head.encode() + content)
+            await read_answer(reader, answer)
+        finally:
+            writer.close()
+    except (OSError, asyncio.IncompleteReadError, ValueError) as error:
+        answer.error = f"{type(error).__name__}: {error}"
+    if answer.error is None and not answer.chunks:
+        answer.error = NOTHING
+    return answer
+
+
+async def read_answer(reader: asyncio.StreamReader, answer: Answer) -> None:
+    """Read a streamed answer in HTTP's chunked encoding, event by event."""
+    status = await reader.readline()
+    while (await reader.readline()).strip():
+        pass
+    if b" 200 " not in status:
+        answer.error = status.decode().strip()
+        return
+    held = b""
+    while size := int(await reader.readline(), 16):
+        held += (await reader.readexactly(size + 2))[:-2]
+        *events, held = held.split(b"\n\n")
+        for event in events:
+            if event.startswith(b"data: {"):
+                note(answer, json.loads(event[6:]))
+
+
+def note(answer: Answer, event: dict) -> None:
+    if "error" in event:
+        answer.error = event["error"]["message"]
+    text = "".join(choice["delta"].get("content") or "" for choice in event.get("choices", []))
+    if text:
+        answer.chunks.append(time.perf_counter() - answer.sent)
+        answer.text += text
+    if event.get("usage"):
+        answer.tokens = event["usage"]["completion_tokens"]
+
+
+# -- the crowd
+
+
+def words(draw: random.Random, n: int) -> str:
+    return " ".join(draw.choices(WORDS, k=n))
+
+
+async def session(number: int, args: argparse.Namespace, url: str) -> list[Answer]:
+    """What one client does once: a request, or with --workload turns a conversation of several."""
+    draw = random.Random(f"{args.load_seed} {number}")
+    shared = words(random.Random(args.load_seed), args.shared) + ". " if args.workload == "shared" else ""
+    messages, answers = [], []
+    for _ in range(args.turns if args.workload == "turns" else 1):
+        messages.append({"role": "user", "content": f"{shared}{number}: {words(draw, args.prompt)}"})
+        body = {"messages": messages, "max_tokens": args.gen, "temperature": 0, "ignore_eos": True}
+        answers.append(await ask(url, args.api_key, body))
+        if answers[-1].error:
+            break
+        messages.append({"role": "assistant", "content": answers[-1].text})
+    return answers
+
+
+async def crowd(args: argparse.Namespace, run: Callable[[int], Awaitable[list[Answer]]]) -> list[Answer]:
+    """All sessions, in closed loop or at Poisson arrivals."""
+    answers: list[Answer] = []
+    if args.rate:
+        draw, tasks = random.Random(args.load_seed), []
+        for number in range(args.requests):
+            tasks.append(asyncio.create_task(run(number)))
+            await asyncio.sleep(draw.expovariate(args.rate))
+        for done in await asyncio.gather(*tasks):
+            answers += done
+        return answers
+    numbers = iter(range(args.requests))
+
+    async def client() -> None:
+        for number in numbers:
+            answers.extend(await run(number))
+
+    await asyncio.gather(*(client() for _ in range(args.concurrency)))
+    return answers
+
+
+# -- what it comes to
+
+
+def percentile(values: list[float], q: float) -> float | None:
+    """The smallest value that at least q percent of all do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(q / 100 * len(ordered)) - 1)] if ordered else None
+
+
+def summary(answers: list[Answer], seconds: float, ttft_bound: float, tpot_bound: float) -> dict:
+    """The figures, as --json prints them. Times are in seconds."""
+    good = [answer for answer in answers if answer.error is None]
+    columns = {
+        "ttft_s": [answer.ttft for answer in good],
+        "tpot_s": [answer.tpot for answer in good if answer.tpot is not None],
+        "inter_token_s": [gap for answer in good for gap in answer.gaps],
+    }
+    kept = [a for a in good if a.ttft <= ttft_bound and (a.tpot is None or a.tpot <= tpot_bound)]
+    return {
+        "requests": len(answers),
+        "failed": len(answers) - len(good),
+        "errors": sorted({answer.error for answer in answers if answer.error})[:5],
+        "seconds": seconds,
+        "requests_s": len(good) / seconds,
+        "tokens_s": sum(answer.tokens for answer in good) / seconds,
+        "goodput_s": len(kept) / seconds,
+        "ttft_bound_s": ttft_bound,
+        "tpot_bound_s": tpot_bound,
+    } | {name: {f"p{q}": percentile(values, q) for q in QUANTILES} for name, values in columns.items()}
+
+
+def table(figures: dict) -> str:
+    lines = [
+        f"{figures['requests']} requests ({figures['failed']} failed) in {figures['seconds']:.1f} s: "
+        f"{figures['requests_s']:.2f} requests/s, {figures['tokens_s']:.1f} tokens/s",
+        f"goodput {figures['goodput_s']:.2f} requests/s with TTFT <= {figures['ttft_bound_s']} s and "
+        f"TPOT <= {figures['tpot_bound_s']} s",
+        f"{'':12} {'p50':>9} {'p95':>9} {'p99':>9}   ms",
+    ]
+    for name in ("ttft_s", "tpot_s", "inter_token_s"):
+        row = [figures[name][f"p{q}"] for q in QUANTILES]
+        cells = " ".join(f"{value * 1e3:9.1f}" if value is not None else f"{'-':>9}" for value in row)
+        lines.append(f"{name.removesuffix('_s'):12} {cells}")
+    return "\n".join([*lines, *figures["errors"]])
+
+
+def plot(answers: list[Answer], path: Path) -> None:
+    """Cumulative shares of TTFT and of inter-token gaps: how many waited at most so long."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    good = [answer for answer in answers if answer.error is None]
+    figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+    for panel, title, values in (
+        (panels[0], "time to first token", [answer.ttft for answer in good]),
+        (panels[1], "between two chunks", [gap for answer in good for gap in answer.gaps]),
+    ):
+        panel.ecdf([value * 1e3 for value in values] or [0.0])
+        panel.set(title=title, xlabel="ms", ylabel="share that waited at most so long", xscale="log")
+        panel.grid(alpha=0.3)
+    figure.savefig(path)
+
+
+# -- the command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `bench.py serve`, beside those of the engine."""
+    parser.add_argument("--url", help="of a running server; without it serve.py is started with the engine's flags")
+    parser.add_argument("--api-key", metavar="KEY")
+    parser.add_argument("--workload", choices=("plain", "shared", "turns"), default="plain")
+    parser.add_argument("--concurrency", type=int, default=8, metavar="C", help="clients in closed loop")
+    parser.add_argument("--rate", type=float, metavar="R", help="Poisson arrivals per second, instead of a closed loop")
+    parser.add_argument("--requests", type=int, default=64, metavar="N", help="sessions in all")
+    parser.add_argument("--prompt", type=int, default=64, metavar="N", help="words of a message")
+    parser.add_argument("--gen", type=int, default=64, metavar="N", help="tokens of an answer")
+    parser.add_argument("--shared", type=int, default=256, metavar="N", help="words of the common beginning")
+    parser.add_argument("--turns", type=int, default=4, metavar="N", help="turns of a conversation")
+    parser.add_argument("--ttft-bound", type=float, default=1.0, metavar="S", help="for goodput")
+    parser.add_argument("--tpot-bound", type=float, default=0.1, metavar="S", help="for goodput")
+    parser.add_argument("--load-seed", type=int, default=0, metavar="N", help="of the traffic")
+    parser.add_argument("--plot", type=Path, metavar="FILE")
+    parser.add_argument("--json", action="store_true")
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    for name in ("concurrency", "requests", "prompt", "gen", "shared", "turns"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name}={getattr(args, name)}: must be at least 1")
+    if args.rate is not None and not 0 < args.rate < math.inf:
+        raise ValueError(f"--rate={args.rate}: must be a positive number of requests per second")
+    if args.url and not urlsplit(args.url).hostname:
+        raise ValueError(f"--url={args.url!r}: must look like http://127.0.0.1:8000")
+
+
+def measure(args: argparse.Namespace, url: str) -> tuple[dict, list[Answer]]:
+    """Send the load and sum up. One request goes first, unmeasured: it warms caches up."""
+
+    async def load() -> tuple[list[Answer], float]:
+        first = await ask(url, args.api_key, {"messages": [{"role": "user", "content": "warm-up"}], "max_tokens": 4})
+        if first.error not in (None, NOTHING):
+            raise ValueError(f"{url} does not answer: {first.error}")
+        start = time.perf_counter()
+        answers = await crowd(args, lambda number: session(number, args, url))
+        return answers, time.perf_counter() - start
+
+    answers, seconds = asyncio.run(load())
+    return summary(answers, seconds, args.ttft_bound, args.tpot_bound), answers
+
+
+def run(args: argparse.Namespace, engine_flags: list[str]) -> int:
+    """Measure the server at --url, or one that is started for it."""
+    check_arguments(args)
+    child = None
+    try:
+        url = args.url.rstrip("/").removesuffix("/v1") if args.url else None
+        if url is None:
+            command = [sys.executable, str(Path(__file__).with_name("serve.py")), "--port", "0", *engine_flags]
+            child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+            url = wait_for_address(child)
+        figures, answers = measure(args, url)
+    finally:
+        if child:
+            child.terminate()
+            child.wait()
+    if args.plot:
+        plot(answers, args.plot)
+    print(json.dumps(figures) if args.json else table(figures))
+    return int(figures["failed"] > 0)
+
+
+def wait_for_address(child: subprocess.Popen) -> str:
+    """The address that a starting serve.py announces; its log is read on by a thread, so that it never blocks."""
+    said = []
+    for line in child.stderr:
+        said.append(line)
+        if found := re.search(r"(http://\S+)/v1 serves", line):
+            threading.Thread(target=child.stderr.read, daemon=True).start()
+            return found[1]
+    raise ValueError(f"serve.py did not start: {''.join(said)[-500:].strip()}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        "bench_serve.py", description="Load a server; all other flags go to serve.py.", allow_abbrev=False
+    )
+    add_arguments(parser)
+    args, engine_flags = parser.parse_known_args(argv)
+    try:
+        return run(args, engine_flags)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
