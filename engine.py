@@ -43,6 +43,7 @@ from beam import BeamSearch, Heir
 from guided import Guides
 from kv_paged import KVCache, blocks_needed
 from model import Batch, Transformer
+from overlap import Overlap
 from request import Choice, Delta, Request
 from sampling import Sampled, SamplerState, prompt_logprobs, sample
 from sampling_params import SamplingParams
@@ -65,6 +66,7 @@ class Engine:
         trace: Callable[[str], None] | None = None,
         jump_forward: bool = True,
         speculator: Speculator | None = None,
+        overlap: bool = False,
     ):
         self.model, self.kv, self.scheduler, self.tokenizer = model, kv, scheduler, tokenizer
         self.eos_token_ids, self.trace, self.speculator = eos_token_ids, trace, speculator
@@ -73,6 +75,7 @@ class Engine:
         self.ids = itertools.count()
         self.requests: dict[int, Request] = {}
         self.guides = Guides(tokenizer, model.config.vocab_size, eos_token_ids, jump_forward)
+        self.overlap = Overlap(self) if overlap else None
         self.jumping: set[Choice] = set()  # have forced tokens that may be appended
 
     # -- requests come and go
@@ -148,31 +151,45 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Delta]:
         """Compute one step and return what it added to whom."""
+        return self.run(*self.plan()) if self.overlap is None else self.overlap.step()
+
+    def plan(self) -> tuple[Step, list[Choice]]:
+        """Choose the next step; also the choices that carry guesses or forced tokens behind their last one."""
         drafted = self._append_drafts() if self.jumping or self.speculator is not None else []
         step = self.scheduler.schedule()
         if drafted:
             self._drop_unscheduled(step, drafted)
         if self.trace:
             self.trace(step.describe())
+        return step, drafted
+
+    def run(
+        self, step: Step, drafted: list[Choice], rows: list[range] | None = None, batch: Batch | None = None
+    ) -> list[Delta]:
+        """Compute a planned step, which may be laid out already, draw what is to be drawn, and accept it."""
         if not step.entries:
             return []
         deltas: list[Delta] = []
         try:
-            self._move_blocks(step)
-            rows = self._wanted_rows(step)
-            logits = self.run_model(build_batch(step, rows, self.scheduler.block_size, self.model.norm.device))
+            self.move_blocks(step)
+            rows = self.wanted_rows(step) if rows is None else rows
+            logits = self.run_model(self.lay_out(step, rows) if batch is None else batch)
             self.scheduler.computed(step)
             searches, ready = self._read_logits(step, rows, logits)
             while ready:
-                results = self._pick(ready, logits)
-                ready = [r for r, result in zip(ready, results, strict=True) if self._accept(r[0], result, deltas)]
+                results = self.pick(ready, logits)
+                ready = [r for r, result in zip(ready, results, strict=True) if self.accept(r[0], result, deltas)]
         except Exception as error:  # whatever went wrong, it went wrong for the requests of this step
             self.scheduler.fail(step)
-            return deltas + self._fail([seq.request.request for seq, _ in step.entries], error)
+            return deltas + self.fail([seq.request.request for seq, _ in step.entries], error)
         for choice in drafted:
             if choice.num_guessed:
                 self.speculator.observe(choice)
         return deltas + [delta for request in searches for delta in self._advance_beams(request)]
+
+    def lay_out(self, step: Step, rows: list[range]) -> Batch:
+        """The batch of a step; `rows` as `wanted_rows` has them."""
+        return build_batch(step, rows, self.scheduler.block_size, self.model.norm.device)
 
     def _append_drafts(self) -> list[Choice]:
         """Let sequences that only lack their last token carry guesses behind it. Returns the choices that do."""
@@ -211,7 +228,7 @@ class Engine:
             choice.num_draft = kept - known
             choice.num_guessed = min(choice.num_guessed, choice.num_draft)
 
-    def _move_blocks(self, step: Step) -> None:
+    def move_blocks(self, step: Step) -> None:
         for seq, blocks in step.swap_out:
             seq.host = self.kv.swap_out(blocks)
         self.kv.copy_blocks(step.copies)
@@ -219,7 +236,7 @@ class Engine:
             self.kv.swap_in(seq.host, blocks)
             seq.host = None
 
-    def _wanted_rows(self, step: Step) -> list[range]:
+    def wanted_rows(self, step: Step) -> list[range]:
         """For each entry, the positions whose logits are needed: the last known token, guesses, a prompt to score."""
         wanted = []
         for seq, n in step.entries:
@@ -256,7 +273,7 @@ class Engine:
                 ready += [(each, row - 1) for each in caught_up]
         return searches, ready
 
-    def _pick(self, ready: list[tuple[Choice, int]], logits: torch.Tensor) -> list[Sampled | ValueError]:
+    def pick(self, ready: list[tuple[Choice, int]], logits: torch.Tensor) -> list[Sampled | ValueError]:
         """The next token of each choice: the forced one, or drawn from its row. A draft's rows end at the last one."""
         results: list[Sampled | ValueError | None] = [None] * len(ready)
         drawn, rows = [], []
@@ -288,7 +305,7 @@ class Engine:
             if not heirs and not search.finished:
                 raise ValueError("no continuation is possible: logit_bias or the structure forbids every token")
         except ValueError as error:
-            return self._fail([request], error)
+            return self.fail([request], error)
         request.first_token = request.first_token or time.perf_counter()
         beams: dict[Choice, Heir] = {}
         for heir in heirs:  # the first heir goes on in its parent's sequence, the others in forks of it
@@ -310,7 +327,7 @@ class Engine:
         self._close_if_finished(request)
         return deltas
 
-    def _accept(self, choice: Choice, result: Sampled | ValueError, deltas: list[Delta]) -> bool:
+    def accept(self, choice: Choice, result: Sampled | ValueError, deltas: list[Delta], appended: bool = False) -> bool:
         """Give a choice its token. Returns whether the token had been guessed, so that its next row holds good too.
 
         Whatever goes wrong here is the fault of this request alone.
@@ -326,7 +343,7 @@ class Engine:
         try:
             deltas.append(choice.accept(result))
         except Exception as error:
-            deltas += self._fail([request], error)
+            deltas += self.fail([request], error)
             return False
         request.first_token = request.first_token or time.perf_counter()
         if choice.forced:
@@ -340,7 +357,8 @@ class Engine:
         if choice.num_draft:
             self.scheduler.truncate(seq, place)
             choice.num_draft = 0
-        seq.tokens.append(result.token)
+        if not appended:
+            seq.tokens.append(result.token)
         if choice.finish_reason is not None:
             self.scheduler.finish(seq)
             self._close_if_finished(request)
@@ -367,7 +385,7 @@ class Engine:
         request.choices.append(child.request)
         return child.request
 
-    def _fail(self, requests: list[Request], error: Exception) -> list[Delta]:
+    def fail(self, requests: list[Request], error: Exception) -> list[Delta]:
         cause = f"{type(error).__name__}: {error}"
         print(f"{len(requests)} request(s) failed: {cause}", file=sys.stderr)
         return [delta for request in requests for delta in self._end(request, "error", cause)]

@@ -61,6 +61,8 @@ class LLM:
     speculate       None, "ngram", "draft:<model>" or "self:<layers>"; at most num_speculative_tokens guesses at a time;
                     verify "coupled" (the same tokens as without) or "rejection" (the same distribution);
                     draft_quant is the draft model's quant (None: as the target)
+    overlap         plan the next step while the model runs this one (overlap.py; pays where Python and model do not
+                    share the processor)
     jump_forward    append what a structured answer can only go on with, instead of drawing it token by token
     kernels         "native" (C++ on a CPU, Triton on a GPU) or "reference"
     """
@@ -91,6 +93,7 @@ class LLM:
         num_speculative_tokens: int = 5,
         verify: str = "coupled",
         jump_forward: bool = True,
+        overlap: bool = False,
         kernels: str = "native",
         threads: int | None = None,
         seed: int = 0,
@@ -149,7 +152,9 @@ class LLM:
             )
         eos = frozenset(self.config.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids)
         printer = (lambda line: print(line, file=sys.stderr)) if trace else None
-        self.engine = Engine(self.model, self.kv, self.scheduler, self.tokenizer, eos, seed, printer, jump_forward)
+        self.engine = Engine(
+            self.model, self.kv, self.scheduler, self.tokenizer, eos, seed, printer, jump_forward, overlap=overlap
+        )
         self.compiler: LayerCompiler | None = None
         self.graphs: DecodeGraphs | None = None
         if compile:

@@ -62,6 +62,7 @@ def make_engine(
     most=3,
     step_cost=None,
     rejection=False,
+    overlap=False,
     **switches,
 ) -> Engine:
     """speculate: "ngram", "self:1", "copy" (of the target, as its draft) or "stranger"; `most` guesses."""
@@ -77,7 +78,7 @@ def make_engine(
     cache = {"radix": RadixCache, "hash": HashCache, "none": lambda pool: None}[prefix_cache](pool)
     scheduler = Scheduler(pool, cache, **({"max_model_len": CONTEXT} | switches))
     eos = frozenset(ckpt.config.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
-    engine = Engine(model, kv, scheduler, tokenizer, eos, jump_forward=jump_forward)
+    engine = Engine(model, kv, scheduler, tokenizer, eos, jump_forward=jump_forward, overlap=overlap)
     if speculate == "ngram":
         engine.speculator = Speculator(NgramProposer(3, 1), most, step_cost)
     elif speculate:
@@ -219,6 +220,7 @@ def switches(draw):
         "preemption": draw(st.sampled_from(["recompute", "swap"])),
         "batching": draw(st.sampled_from(["continuous", "continuous", "static"])),
         "jump_forward": draw(st.booleans()),
+        "overlap": draw(st.booleans()),
         "speculate": draw(st.sampled_from([None, "ngram", "copy", "stranger", "self:1"])),
     }
     if chosen["speculate"]:
@@ -270,9 +272,10 @@ def test_F20_parallel_samples_differ_and_repeat():
     assert all(answer.finish_reason for answer in runs[0]) and [answer.index for answer in runs[0]] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("overlap", (False, True))
 @pytest.mark.parametrize("stage", ("waiting", "prefilling", "decoding", "forked"))
-def test_F29_abort_gives_every_block_back(stage):
-    engine = make_engine(max_num_batched_tokens=4, max_num_seqs=4, prefix_cache="none")
+def test_F29_abort_gives_every_block_back(stage, overlap):
+    engine = make_engine(max_num_batched_tokens=4, max_num_seqs=4, prefix_cache="none", overlap=overlap)
     first = engine.add(prompts_of(20)[0], dataclasses.replace(GREEDY, max_tokens=40, n=3 if stage == "forked" else 1))
     steps = {"waiting": 0, "prefilling": 2, "decoding": 7, "forked": 7}[stage]
     for _ in range(steps):
@@ -296,8 +299,9 @@ def test_F30_abort_after_the_end_is_nothing():
     assert_all_free(engine)
 
 
-def test_F31_a_step_that_raises_fails_its_requests_only(monkeypatch):
-    engine = make_engine()
+@pytest.mark.parametrize("overlap", (False, True))
+def test_F31_a_step_that_raises_fails_its_requests_only(monkeypatch, overlap):
+    engine = make_engine(overlap=overlap)
     requests = [engine.add(p, GREEDY) for p in prompts_of(5, 6, 7)]
     engine.step()
     monkeypatch.setattr(engine, "run_model", lambda batch: 1 / 0)
@@ -318,7 +322,10 @@ def test_F31_one_request_whose_row_fails_leaves_the_others(monkeypatch):
 
     def sample_badly(logits, states, *rest):
         results = sample(logits, states, *rest)
-        return [ValueError("row 1") if s is requests[1].choices[0].state else r for r, s in zip(results, states)]
+        return [
+            ValueError("row 1") if s is requests[1].choices[0].state else r
+            for r, s in zip(results, states, strict=True)
+        ]
 
     monkeypatch.setattr(engine_module, "sample", sample_badly)
     while engine.has_work:

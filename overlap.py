@@ -1,0 +1,149 @@
+"""Overlap scheduling: plan the next step while the model runs this one.
+
+The problem. Between two steps the processor that computes waits for Python: tokens are turned into text, stops are
+looked for, the next batch is chosen and laid out. On a fast accelerator that pause is a tenth of the step and more.
+
+The idea. Which sequences the next step holds, and where their keys and values go, does not depend on which tokens this
+step will draw. So the next step is planned on the assumption that every sequence goes on, with a placeholder where the
+token is not known yet, and the placeholder is filled in the moment it is:
+
+    model   |== step 1 ==|     |== step 2 ==|     |== step 3 ==|
+    Python      plan 2    draw 1  accept 1     draw 2  accept 2
+                         fill in   plan 3     fill in   plan 4
+
+A sequence that turns out to have ended in step 1 is computed once too often in step 2; that row is thrown away. Its
+blocks are free in the meantime and nobody can be given them before step 3. All bookkeeping still happens in the order
+of the steps, so every answer is the one it would have been.
+
+Whoever needs this step's tokens to know the next one's shape is not planned ahead: beams, guesses, structured answers,
+scored prompts, prompts at all. A step that holds one of them, or that newcomers wait behind, is finished before the
+next is planned, as Engine.step does without overlap.
+
+Sources: SGLang's zero-overhead batch scheduler (release note of v0.4, 2024), NanoFlow (arXiv:2408.12757, section 4).
+On a CPU the model already uses every core, so there is nothing to hide the planning behind; it is off unless asked for.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from model import Batch
+from request import Choice, Delta
+from sampling import Sampled
+from sequence import Step
+
+if TYPE_CHECKING:
+    from engine import Engine
+
+PLACEHOLDER = 0  # stands for a token until it is drawn; any id would do
+
+
+@dataclass
+class Flight:
+    """A step that is being computed: every entry is one token of one choice, so row i of the logits is choices[i]'s."""
+
+    step: Step
+    choices: list[Choice]
+    logits: Future
+
+
+class Overlap:
+    """Steps an engine so that the next decode step is planned and this one's text is made while the model runs."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.worker = ThreadPoolExecutor(1, thread_name_prefix="model")
+        self.flight: Flight | None = None
+
+    def step(self) -> list[Delta]:
+        """As Engine.step. On return another step may be on its way already."""
+        engine = self.engine
+        if self.flight is None:
+            step, drafted = engine.plan()
+            choices = self._plain_decodes(step)
+            if choices is None or drafted:
+                return engine.run(step, drafted)
+            self._launch(step, choices, engine.lay_out(step, engine.wanted_rows(step)))
+        flight, self.flight = self.flight, None
+        blanks, step, rows, batch = self._plan_next(flight)
+        try:
+            ready = [(choice, row) for row, choice in enumerate(flight.choices)]
+            results = engine.pick(ready, flight.logits.result())
+        except Exception as error:
+            return self._failed(flight, step, error)
+        for choice, result in zip(flight.choices, results, strict=True):
+            if choice in blanks and isinstance(result, Sampled):
+                choice.seq.tokens[-1] = result.token
+                if blanks[choice] is not None:
+                    batch.tokens[blanks[choice]] = result.token
+        choices = self._plain_decodes(step) if step is not None else None
+        if choices is not None:
+            self._launch(step, choices, batch)
+        deltas: list[Delta] = []
+        for choice, result in zip(flight.choices, results, strict=True):
+            engine.accept(choice, result, deltas, appended=choice in blanks)
+        if step is not None and choices is None:  # somebody was preempted and computes more than one token again
+            deltas += engine.run(step, [], rows, batch)
+        return deltas
+
+    def _plain_decodes(self, step: Step) -> list[Choice] | None:
+        """The choices of a step in which each computes just its last token and needs nothing else; else None."""
+        choices = [seq.request for seq, n in step.entries if n == seq.num_new == 1]
+        plain = len(choices) == len(step.entries) > 0 and all(self._plain(choice) for choice in choices)
+        return choices if plain else None
+
+    def _plain(self, choice: Choice) -> bool:
+        request = choice.request
+        whole = request.params.prompt_logprobs is None and len(request.choices) == request.width
+        return whole and choice.guided is None and request.beams is None and request.max_tokens > 0
+
+    def _plan_next(self, flight: Flight) -> tuple[dict[Choice, int | None], Step | None, list[range], Batch | None]:
+        """Schedule the step after `flight`, as if none of its choices ended now unless by length.
+
+        Returns the choices that got a placeholder with its row in the batch (None: not in the step), the step, its
+        wanted rows and its batch; the step is None where it cannot be planned yet or has nothing to do.
+        """
+        engine, scheduler = self.engine, self.engine.scheduler
+        if engine.speculator is not None or scheduler.waiting:
+            return {}, None, [], None
+        going_on = [c for c in flight.choices if c.finish_reason is None]
+        going_on = [c for c in going_on if c.state.n_output + 1 < c.request.max_tokens]
+        if not going_on:
+            return {}, None, [], None
+        for choice in going_on:
+            choice.seq.tokens.append(PLACEHOLDER)
+        step, _ = engine.plan()
+        blanks: dict[Choice, int | None] = dict.fromkeys(going_on)
+        if not step.entries:
+            return blanks, None, [], None
+        end = 0
+        for seq, n in step.entries:
+            end += n
+            if seq.request in blanks and n == seq.num_new:
+                blanks[seq.request] = end - 1
+        rows = engine.wanted_rows(step)
+        return blanks, step, rows, engine.lay_out(step, rows)
+
+    def _launch(self, step: Step, choices: list[Choice], batch: Batch) -> None:
+        @torch.inference_mode()
+        def compute() -> torch.Tensor:
+            self.engine.move_blocks(step)
+            return self.engine.run_model(batch)
+
+        future = self.worker.submit(compute)
+        self.engine.scheduler.computed(step)  # everything that reads those keys and values runs later
+        self.flight = Flight(step, choices, future)
+
+    def _failed(self, flight: Flight, planned: Step | None, error: Exception) -> list[Delta]:
+        """End the requests of a step that raised; what was cached on the strength of it is forgotten."""
+        engine = self.engine
+        for step in (planned, flight.step):
+            if step is not None:
+                engine.scheduler.fail(step)
+        deltas = engine.fail([choice.request for choice in flight.choices], error)
+        engine.scheduler.drop_cache()
+        return deltas
