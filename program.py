@@ -1,0 +1,223 @@
+"""Programs over a model: text, holes to fill in, choices, and branches that share their trunk.
+
+The problem. An application seldom asks one question. It extracts fields one after the other, weighs three plans, votes,
+classifies a hundred lines by the same examples. As separate prompts all of that computes the same beginnings again.
+
+The idea. A program is a text that grows. Strings are appended as they are, `gen` is a hole that the model fills in,
+`select` one that only certain texts fit. A fork copies the text so far, and costs nothing: the trunk's keys and values
+are in the radix cache, and each branch computes only what is its own. What is appended waits until a value is asked
+for; then all programs that are run together fill their holes in one batch, each at its own pace.
+
+    p = Program(llm, "Q: How do I get to the island?\\nPlan:")
+                                                 ┌─ gen("plan") ─ " Rate it:" ─ gen("score")    branches[0]
+    p ── trunk: computed once, then cached ── fork ─ gen("plan") ─ " Rate it:" ─ gen("score")    branches[1]
+                                                 └─ ...
+    p.join(branches)      p["plan"] is now the list of plans, p["score"] of scores
+
+`select` asks which text is likeliest. For each candidate the engine is made to "generate" exactly that text (a choice
+of one: all its tokens are forced, computed in one step and given their log-probabilities, see guided.py), and the best
+mean log-probability per token wins.
+
+Seams. Each part is tokenised by itself, so that the tokens of a trunk are the beginning of those of its branches. A
+blank belongs to the beginning of the word after it: write "Answer:" and not "Answer: " before a hole.
+
+Source: Zheng et al., "SGLang" (2024), section 2. Left out: branches that the interpreter finds by itself, streaming,
+images, and calls to other services.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from generate import LLM
+from request import CompletionOutput, Request
+from sampling_params import SamplingParams
+
+
+@dataclass
+class Hole:
+    """What `gen` and `select` append: one request, or one for each candidate."""
+
+    name: str | None
+    params: SamplingParams
+    candidates: tuple[str, ...] = ()
+
+
+def gen(name: str | None = None, max_tokens: int = 64, temperature: float = 0.0, **fields: Any) -> Hole:
+    """A hole for the model to fill in. fields: any of SamplingParams (stop, regex, json_schema, seed, ...) but n."""
+    return Hole(name, SamplingParams(max_tokens=max_tokens, temperature=temperature, **fields))
+
+
+def select(name: str | None, candidates: Sequence[str]) -> Hole:
+    """The likeliest of some texts, by mean log-probability per token."""
+    SamplingParams(choice=candidates)  # refuses what is no list of texts
+    return Hole(name, SamplingParams(), tuple(candidates))
+
+
+class Program:
+    """A growing text and the values of its holes.
+
+    Begins with a text, or with a conversation [{"role": ..., "content": ...}, ...] that the model is to answer.
+    prompt_tokens and cached_tokens count what its requests read, and how much of that the cache had.
+    """
+
+    def __init__(self, llm: LLM, start: str | list[dict] = ""):
+        self.llm, self.ids, self.text = llm, [], ""
+        self.values: dict[str, Any] = {}
+        self.pending: list[str | Hole] = []
+        self.prompt_tokens = self.cached_tokens = 0
+        if isinstance(start, str):
+            self._add_text(start)
+        else:
+            self.ids = llm.tokenizer.encode_chat(start)
+
+    def __iadd__(self, part: str | Hole) -> Program:
+        """Append a text or a hole. Nothing runs yet."""
+        if not isinstance(part, (str, Hole)):
+            raise ValueError(f"a program is made of texts, gen() and select(), not of {type(part).__name__}")
+        self.pending.append(part)
+        return self
+
+    def __getitem__(self, name: str) -> Any:
+        """The value of a hole; runs the program up to its end if need be."""
+        if name not in self.values:
+            run([self])
+        if name not in self.values:
+            raise KeyError(f"this program has no hole named {name!r}; it has {', '.join(self.values) or 'none'}")
+        return self.values[name]
+
+    def __str__(self) -> str:
+        run([self])
+        return self.text
+
+    def fork(self, n: int) -> list[Program]:
+        """n programs that go on from here. The text so far is computed once, for all of them."""
+        if n < 1:
+            raise ValueError(f"fork({n}): at least 1 branch")
+        run([self])
+        if self.ids:
+            _finish(self.llm, [self.llm.add(list(self.ids), SamplingParams(max_tokens=0))])
+        branches = [copy.copy(self) for _ in range(n)]
+        for branch in branches:
+            branch.ids, branch.values, branch.pending = list(self.ids), dict(self.values), []
+            branch.prompt_tokens = branch.cached_tokens = 0
+        return branches
+
+    def join(self, branches: Sequence[Program]) -> Program:
+        """Run the branches together. Each hole that is theirs becomes a value of this program, the list of all."""
+        run(branches)
+        names = dict.fromkeys(name for branch in branches for name in branch.values if name not in self.values)
+        for name in names:
+            self.values[name] = [branch.values.get(name) for branch in branches]
+        self.prompt_tokens += sum(branch.prompt_tokens for branch in branches)
+        self.cached_tokens += sum(branch.cached_tokens for branch in branches)
+        return self
+
+    # -- what `run` does with it
+
+    def _add_text(self, text: str) -> None:
+        if text:
+            self.ids += self.llm.tokenizer.encode(text, add_special_tokens=not self.ids)
+            self.text += text
+
+    def _next_hole(self) -> Hole | None:
+        while self.pending:
+            part = self.pending.pop(0)
+            if isinstance(part, Hole):
+                return part
+            self._add_text(part)
+        return None
+
+    def _fill(self, hole: Hole, text: str, token_ids: list[int]) -> None:
+        if hole.name is not None:
+            self.values[hole.name] = text
+        ends = self.llm.engine.eos_token_ids
+        shown = [token for token in token_ids if token not in ends]
+        if self.llm.tokenizer.decode(shown) != text:  # a stop string was cut off: the text counts
+            shown = self.llm.tokenizer.encode(text, add_special_tokens=False) if text else []
+        self.ids += shown
+        self.text += text
+
+
+@dataclass
+class Work:
+    """A program with a hole that is being filled: its requests, and what is still to ask once the first is done."""
+
+    program: Program
+    hole: Hole
+    requests: list[Request] = field(default_factory=list)
+    waiting: list[str] = field(default_factory=list)  # candidates that will find the text of the first in the cache
+
+    def start(self) -> None:
+        if not self.hole.candidates:
+            self._ask(self.hole.params)
+            return
+        first, *self.waiting = self.hole.candidates
+        self._score(first)
+
+    def go_on(self) -> bool:
+        """Ask what was waiting; False when all answers are there."""
+        if not all(request.finished for request in self.requests):
+            return True
+        waiting, self.waiting = self.waiting, []
+        for candidate in waiting:
+            self._score(candidate)
+        return bool(waiting)
+
+    def _score(self, candidate: str) -> None:
+        length = 4 * len(candidate.encode()) + 1  # more tokens than the text can have
+        self._ask(SamplingParams(choice=[candidate], temperature=0, max_tokens=length, logprobs=0))
+
+    def _ask(self, params: SamplingParams) -> None:
+        self.requests.append(self.program.llm.add(list(self.program.ids), params))
+
+    def finish(self) -> None:
+        program, answers = self.program, [_answer(request) for request in self.requests]
+        program.prompt_tokens += sum(len(request.prompt_ids) for request in self.requests)
+        program.cached_tokens += sum(request.num_cached_tokens for request in self.requests)
+        if not self.hole.candidates:
+            program._fill(self.hole, answers[0].text, answers[0].token_ids)
+            return
+        best = max(answers, key=lambda answer: answer.cumulative_logprob / len(answer.token_ids))
+        program._fill(self.hole, best.text, best.token_ids)
+
+
+def run(programs: Sequence[Program]) -> None:
+    """Fill in all holes of some programs over the same model, side by side."""
+    work: list[Work] = []
+
+    def next_hole(program: Program) -> None:
+        hole = program._next_hole()
+        if hole is not None:
+            work.append(Work(program, hole))
+            work[-1].start()
+
+    try:
+        for program in programs:
+            next_hole(program)
+        while work:
+            for item in [item for item in work if not item.go_on()]:
+                work.remove(item)
+                item.finish()
+                next_hole(item.program)
+            if work:
+                work[0].program.llm.engine.step()
+    finally:
+        for item in work:
+            for request in item.requests:
+                item.program.llm.engine.abort(request)
+
+
+def _finish(llm: LLM, requests: list[Request]) -> None:
+    while not all(request.finished for request in requests):
+        llm.engine.step()
+
+
+def _answer(request: Request) -> CompletionOutput:
+    (answer,) = request.output().outputs
+    if answer.error is not None:
+        raise RuntimeError(f"a hole could not be filled in: {answer.error}")
+    return answer
