@@ -78,7 +78,7 @@ def run_profile(llm: LLM, batch: int, steps: int) -> dict[str, float]:
         clocked(engine_module, "build_batch", "lay out the run"),
         clocked(engine, "run_model", "model"),
         clocked(engine_module, "sample", "sample"),
-        clocked(engine, "_accept", "accept (text, stops)"),
+        clocked(engine, "accept", "accept (text, stops)"),
     ]
     params = SamplingParams(temperature=0, max_tokens=steps + 2, ignore_eos=True)
     requests = [llm.add([100 + i] * 16, params) for i in range(batch)]

@@ -1,0 +1,83 @@
+"""bench.py on a tiny model: the keys that others rely on, and the figures that do not depend on the clock."""
+
+import json
+import sys
+
+import pytest
+import tiny
+
+import bench
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return str(tiny.hf_folder(tmp_path_factory.mktemp("m") / "m", "llama", max_position_embeddings=1024))
+
+
+def result_of(capsys, *arguments: str) -> dict:
+    assert bench.main([*arguments, "--json", "--threads", "1", "--num-blocks", "120"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+SIZES = ["--prompt", "20", "--gen", "4", "--batch", "1", "3", "--repeat", "2"]
+
+
+def test_decode_has_the_keys_of_its_peers(folder, capsys):
+    result = result_of(capsys, "decode", "--model", folder, "--quant", "int4", "--compile", *SIZES)
+    assert len(result["prefill_tok_s"]) == 2 and set(result["decode_tok_s"]) == {"1", "3"}
+    assert all(rate > 0 for rates in result["decode_tok_s"].values() for rate in rates)
+    assert result["load_s"] >= 0 and result["floor_tok_s"] > 0
+
+
+def test_versus_alternates_and_gives_ratios(folder, tmp_path, capsys):
+    log = tmp_path / "log"
+    peer = tmp_path / "peer.py"
+    peer.write_text(
+        "import json, sys\n"
+        f"open({str(log)!r}, 'a').write(' '.join(sys.argv[1:]) + chr(10))\n"
+        "print(json.dumps({'load_s': 0, 'prefill_tok_s': [1.0], 'decode_tok_s': {'1': [2.0], '3': [4.0]}}))\n"
+    )
+    command = ["versus", "--model", folder, "--peer", f"{sys.executable} {peer}", "--rounds", "2", *SIZES]
+    result = result_of(capsys, *command)
+    assert set(result) == {"prefill", "decode x1", "decode x3"}
+    assert len(result["decode x1"]["ratios"]) == 2 and result["decode x1"]["peer"] == 2.0
+    calls = log.read_text().splitlines()
+    assert len(calls) == 2 and "--prompt 20 --gen 4" in calls[0] and "--batch 1 3" in calls[0]
+
+
+def test_a_peer_that_fails_is_named(folder, capsys):
+    command = ["versus", "--model", folder, "--peer", f"{sys.executable} -c 'raise SystemExit(3)'", *SIZES]
+    assert bench.main([*command, "--num-blocks", "120", "--threads", "1", "--rounds", "1"]) == 2
+    assert "peer failed" in capsys.readouterr().err
+
+
+def test_perplexity_rows(folder, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat and the dog sat on the log", encoding="utf-8")
+    result = result_of(capsys, "perplexity", "--model", folder, "--quant", "int8", "--text", str(text))
+    assert list(result) == ["dense", "int8, float activations", "int8, int8 activations"]
+    dense = result["dense"]["perplexity"]
+    assert all(abs(row["perplexity"] / dense - 1) < 0.05 for row in result.values())
+
+
+def test_8_bit_activations_cost_less_than_one_percent(smollm2, capsys):
+    result = result_of(capsys, "perplexity", "--quant", "int4")
+    dense, floats, rounded = (row["perplexity"] for row in result.values())
+    assert abs(floats / dense - 1) < 1e-3 and abs(rounded / floats - 1) < 0.01
+
+
+def test_profile_accounts_for_the_step(folder, capsys):
+    result = result_of(
+        capsys, "profile", "--model", folder, "--quant", "int4", "--compile", "--batch", "2", "--gen", "6"
+    )
+    parts = result["2"]["step"]
+    whole = parts.pop("whole step")
+    assert abs(sum(parts.values()) - whole) < 1e-6 and {"schedule", "model", "sample"} <= set(parts)
+    assert "attention" in result["2"]["kernels"]
+
+
+@pytest.mark.parametrize("arguments", (["--prompt", "0"], ["--batch", "0"], ["--gen", "-1"]))
+def test_bad_sizes_are_refused(arguments, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["decode", *arguments])
+    assert arguments[0] in capsys.readouterr().err

@@ -1,0 +1,106 @@
+"""The command line: what it prints where, how it ends, and that it accepts exactly what the library accepts."""
+
+import dataclasses
+import inspect
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+
+import cli
+from generate import LLM
+from sampling_params import SamplingParams
+
+ROOT = Path(__file__).resolve().parent.parent
+FAST = ["--kernels", "reference", "--num-blocks", "40", "--threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return str(tiny.hf_folder(tmp_path_factory.mktemp("m") / "m", "llama"))
+
+
+def call(folder: str, *arguments: str) -> int:
+    return cli.main(["--model", folder, *FAST, *arguments])
+
+
+def test_every_argument_of_the_library_is_a_flag():
+    args = vars(cli.parse_arguments([]))
+    assert set(inspect.signature(LLM).parameters) - {"quiet"} <= set(args)
+    assert {field.name for field in dataclasses.fields(SamplingParams)} <= set(args)
+    defaults = {name: p.default for name, p in inspect.signature(LLM).parameters.items() if name != "quiet"}
+    assert {name: args[name] for name in defaults} == defaults
+
+
+def test_json_is_one_object_on_stdout(folder, capsys):
+    assert call(folder, "--prompt", "the cat", "--max-tokens", "5", "--ignore-eos", "--json") == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert len(result["token_ids"]) == 5 and result["finish_reason"] == "length"
+    assert result["prompt_tokens"] > 0 and result["ttft_s"] > 0 and 0 < result["floor_share"]
+    kv = 2 * 2 * 2 * 16 * 4 * (result["prompt_tokens"] + 5)  # K and V x layers x kv_heads x head_dim x float32
+    assert result["kv_bytes"] == kv and "KV pool" in err
+
+
+def test_text_streams_to_stdout_and_figures_to_stderr(folder, capsys):
+    assert call(folder, "--prompt", "the cat", "--max-tokens", "5", "--ignore-eos", "--json") == 0
+    text = json.loads(capsys.readouterr().out)["text"]
+    assert call(folder, "--prompt", "the cat", "--max-tokens", "5", "--ignore-eos") == 0
+    out, err = capsys.readouterr()
+    assert out == f"the cat{text}\n" and "TTFT" in err and "of the floor" in err
+
+
+def test_prompts_file_answers_in_order(folder, tmp_path, capsys):
+    file = tmp_path / "prompts.txt"
+    file.write_text("the cat\n\nhello world\n", encoding="utf-8")
+    assert call(folder, "--prompts-file", str(file), "--max-tokens", "3", "--ignore-eos", "--json") == 0
+    answers = json.loads(capsys.readouterr().out)["answers"]
+    assert [a["prompt"] for a in answers] == ["the cat", "hello world"]
+    assert all(len(a["outputs"][0]["token_ids"]) == 3 for a in answers)
+
+
+def test_chat_keeps_its_prefix(folder, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello there, how are you today?\nand now?\n"))
+    assert call(folder, "--chat", "--max-tokens", "8", "--block-size", "4") == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "of them cached" in line]
+    assert len(lines) == 2 and "0 of them cached" in lines[0] and "0 of them cached" not in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--temperature", "-1"], "temperature"),
+        (["--top-p", "0"], "top_p"),
+        (["--dtype", "int3"], "dtype"),
+        (["--prompts-file", "/no/such/file"], "/no/such/file"),
+        (["--prompt", ""], "empty"),
+        (["--logit-bias", '{"99999": 1}'], "logit_bias"),
+        (["--quant", "int5"], "int5"),
+    ],
+)
+def test_bad_input_is_one_clear_line(folder, capsys, arguments, named):
+    assert call(folder, *arguments) == 2
+    err = capsys.readouterr().err
+    assert named in err and "Traceback" not in err and err.strip().splitlines()[-1].startswith("error: ")
+
+
+def test_unknown_model_says_what_is_known(capsys):
+    assert cli.main(["--model", "/no/such/model"]) == 2
+    assert "/no/such/model" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_cleanly(folder):
+    command = [sys.executable, str(ROOT / "generate.py"), "--model", folder, *FAST]
+    command += ["--prompt", "the cat", "--max-tokens", "400", "--ignore-eos"]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout.read(8)  # it is answering now
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "interrupted" in err and "Traceback" not in err
