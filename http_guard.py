@@ -5,15 +5,16 @@ none, a wrong key, a reader who stops reading. A framework's own answers are HTM
 
 The idea. Small ASGI layers, each with one duty, outermost first:
 
-    socket ─► CORS (if asked) ─► ApiKey: 401 ─► BodyLimit: 413 ─► routes: 400 404 429 503 ─► EventStream
-                                 before the      while the body     ApiError, in the shape      stops when the client
-                                 body is read    arrives            of the API that was called  leaves or stalls
+    socket ─► CORS (if asked) ─► ApiKey: 401    ─► BodyLimit: 413 ─► routes: 400 404 429 503 ─► EventStream
+                                 or LocalHost: 403   while the body    ApiError, in the shape      stops when the client
+                                                     arrives           of the API that was called  leaves or stalls
 
 Errors are `{"error": {"message", "type", "param", "code"}}`, as OpenAI's clients expect, and `{"error": "message"}`
 under /api/, as Ollama's do. A message never repeats more than a little of what was sent.
 
 A web page of another origin cannot use a server on loopback: a body must be declared as JSON, which a browser sends to
-another origin only after a preflight, and that is answered only for the origins of --cors-origin.
+another origin only after a preflight, and that is answered only for the origins of --cors-origin. LocalHost closes the
+way around that.
 
 Source: OpenAI's API reference, "Error codes"; the ASGI specification, "HTTP & WebSocket". Left out: TLS and rates per
 client (put a proxy in front), and a bound on the time a body may take to arrive.
@@ -24,9 +25,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import ipaddress
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from urllib.parse import urlsplit
 
 from fastapi import HTTPException as BodyTooLong
 from fastapi import Request
@@ -126,6 +129,34 @@ class ApiKey:
                 )
                 return
         await self.app(scope, receive, send)
+
+
+class LocalHost:
+    """Refuses requests that name this machine as a stranger would: for servers on loopback that have no key.
+
+    A page of another site can have its own name resolve to 127.0.0.1 ("DNS rebinding") and is then, for the browser, of
+    the same origin as this server. Its name is still in the Host header. Addresses and "localhost" cannot be bent so.
+    """
+
+    def __init__(self, app):
+        self.app = app
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] == "http":
+            host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+            name = urlsplit(f"//{host}").hostname if host.count("[") == host.count("]") else None
+            if name != "localhost" and not _is_address(name or ""):
+                message = "this server answers to localhost only; to reach it by another name start it with --api-key"
+                return await error_response(scope["path"], ApiError(403, message))(scope, receive, send)
+        await self.app(scope, receive, send)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 class BodyLimit:

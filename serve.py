@@ -14,7 +14,7 @@ The idea. This file only puts together what the others do, and says when things 
                      │               └─► OllamaApi   /api/...
                      ├─► metrics     /metrics /health
                      └─► Live        / and /live/events
-    around all: CORS (only if asked), ApiKey (if set), BodyLimit
+    around all: CORS (only if asked), ApiKey (if set, else LocalHost), BodyLimit
 
 The end. SIGTERM or Ctrl-C: the port is closed and new requests on open connections get 503; what runs or waits goes on
 for --drain seconds; what is left then ends with an error that says so. Exit code 0. A second Ctrl-C ends at once.
@@ -44,7 +44,7 @@ from starlette.middleware.cors import CORSMiddleware
 from cli import add_engine_flags, engine_arguments
 from engine_thread import EngineThread, Unavailable
 from generate import LLM
-from http_guard import ApiError, ApiKey, BodyLimit, EventStream, on_error
+from http_guard import ApiError, ApiKey, BodyLimit, EventStream, LocalHost, on_error
 from live import Live
 from metrics import exposition
 from ollama_api import OllamaApi
@@ -52,6 +52,7 @@ from openai_api import OpenAIApi
 from service import Limits, Service
 
 PAGE = Path(__file__).with_name("live.html")
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 LAST_WORDS_S = 2.0  # after the drain: time for errors to reach their clients
 
 
@@ -62,8 +63,9 @@ def build_app(
     api_key: str | None = None,
     cors_origins: tuple[str, ...] = (),
     log_prompts: bool = False,
+    local: bool = False,
 ) -> FastAPI:
-    """The application; `app.state` holds its parts: engine, service, live."""
+    """The application; `app.state` holds its parts: engine, service, live. `local`: answer to localhost only."""
     limits = limits or Limits()
     engine = EngineThread(models, max_queue)
     service, live = Service(engine, limits, log_prompts), Live(engine)
@@ -86,6 +88,8 @@ def build_app(
     app.add_middleware(BodyLimit, limit=limits.max_body)
     if api_key:
         app.add_middleware(ApiKey, key=api_key)
+    elif local:
+        app.add_middleware(LocalHost)
     if cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -229,11 +233,12 @@ def main(argv: list[str] | None = None) -> int:
         for name, model in named_models(args.models).items():
             models[name] = LLM(**(engine_arguments(args) | {"model": model}), quiet=False)
         limits = Limits(args.max_body, args.max_choices, args.stall)
-        app = build_app(models, limits, args.max_queue, args.api_key, tuple(args.cors_origin), args.log_prompts)
+        local = args.host in LOOPBACK
+        app = build_app(models, limits, args.max_queue, args.api_key, tuple(args.cors_origin), args.log_prompts, local)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if args.host not in ("127.0.0.1", "::1", "localhost") and not args.api_key:
+    if not local and not args.api_key:
         print(f"warning: {args.host} can be reached from outside, and there is no --api-key", file=sys.stderr)
 
     def announce(address: str) -> None:

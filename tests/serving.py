@@ -144,7 +144,5 @@ def raw_request(port: int, data: bytes) -> socket.socket:
 def http_bytes(path: str, body: dict) -> bytes:
     """A POST request as bytes."""
     content = json.dumps(body).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    )
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
     return head.encode() + content

@@ -6,7 +6,7 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 
 from engine_thread import Unavailable
-from http_guard import ApiError, EventStream, as_api_error, error_body, error_response, sse, until_left
+from http_guard import ApiError, EventStream, LocalHost, as_api_error, error_body, error_response, sse, until_left
 from sampling_params import ParameterError
 from tokenizer import TemplateError
 
@@ -114,3 +114,30 @@ def test_errors_and_their_status(error, status, param):
 def test_error_bodies_can_always_be_written():
     body = error_body(400, "\ud800" * 5000)
     assert len(sse(body)) < 3000 and body["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "host, passes",
+    [
+        (b"localhost", True),
+        (b"localhost:8000", True),
+        (b"127.0.0.1:8000", True),
+        (b"[::1]:8000", True),
+        (b"10.0.0.7", True),
+    ]
+    + [(b"evil.example", False), (b"evil.example:8000", False), (b"localhost.evil.example", False), (b"", False)]
+    + [(b"[", False), (b"127.0.0.1.evil", False), (b"\xff", False)],
+)
+def test_a_local_server_answers_to_no_other_name(host, passes):
+    """Against DNS rebinding: a page whose name resolves to this machine still sends its name."""
+    answers = []
+
+    async def app(scope, receive, send):
+        answers.append(200)
+
+    async def send(message):
+        answers.extend([message["status"]] if "status" in message else [])
+
+    scope = {"type": "http", "path": "/v1/models", "headers": [(b"host", host)]}
+    asyncio.run(LocalHost(app)(scope, None, send))
+    assert answers == [200 if passes else 403]

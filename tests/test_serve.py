@@ -8,6 +8,7 @@ import pytest
 from serving import make_llm, reasons, script, serving, text_of
 
 from sampling_params import SamplingParams
+from serve import main, named_models, parse_arguments
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
 
@@ -336,3 +337,17 @@ def test_a_call_can_be_demanded(tool_server, choice):
 def test_logprobs_of_every_answer_are_finite_numbers(server):
     answer = server.complete(prompt="the", logprobs=20, max_tokens=3, logit_bias={"40": -100})
     assert all(math.isfinite(p) for p in answer["choices"][0]["logprobs"]["token_logprobs"])
+
+
+def test_the_command_line():
+    args = parse_arguments(["--model", "a", "--model", "b=c", "--quant", "int4", "--compile", "--port", "0"])
+    assert args.models == ["a", "b=c"] and args.quant == "int4" and args.compile and args.host == "127.0.0.1"
+    assert parse_arguments([]).models == ["smollm2"]
+    assert named_models(["a", "b=x/c", "hub/d"]) == {"a": "a", "b": "x/c", "hub/d": "hub/d"}
+    for bad in (["a", "a"], ["=x"], ["x="]):
+        with pytest.raises(ValueError, match="NAME=MODEL"):
+            named_models(bad)
+    for flags in (["--port", "-1"], ["--max-body", "0"], ["--drain", "-3"], ["--no-such-flag"]):
+        with pytest.raises(SystemExit):
+            parse_arguments(flags)
+    assert main(["--model", "no-such-model"]) == 2
