@@ -144,5 +144,5 @@ def raw_request(port: int, data: bytes) -> socket.socket:
 def http_bytes(path: str, body: dict) -> bytes:
     """A POST request as bytes."""
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    return head.encode() + content
+    head = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+    return "\r\n".join([*head, f"Content-Length: {len(content)}", "", ""]).encode() + content
