@@ -93,7 +93,7 @@ class Library:
 
 
 library: Library | None = None
-_threads = torch.get_num_threads()
+threads = torch.get_num_threads()
 
 
 def load(path: Path | None = None) -> str:
@@ -104,13 +104,13 @@ def load(path: Path | None = None) -> str:
             library = Library(path or build())
         except OSError as error:
             raise BuildError(f"the built kernels cannot be loaded: {error}") from error
-        library.set_threads(_threads)
+        library.set_threads(threads)
     return library.isa
 
 
 def set_threads(n: int) -> None:
     """Threads of the kernels, the caller's included."""
-    global _threads
-    _threads = n
+    global threads
+    threads = n
     if library is not None:
         library.set_threads(n)

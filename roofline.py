@@ -9,7 +9,7 @@ A figure in tokens/s alone says nothing; its share of this bound says how much i
 looked up, it is measured here: read a buffer far larger than the caches, with as many threads as the engine uses. A
 model small enough to stay in the last-level cache can exceed 100 %: the bound is one for memory.
 
-Source: Williams et al., "Roofline" (CACM 2009); gpt-fast prints the achieved GB/s beside each tok/s for the same reason.
+Source: Williams et al., "Roofline" (CACM 2009); gpt-fast prints the achieved GB/s beside tok/s for the same reason.
 Left out: the arithmetic ceiling, which bounds prefill (2 x parameters x tokens operations), not decode.
 """
 
@@ -19,9 +19,11 @@ import time
 
 import torch
 
+import kernels
+
 
 def read_bandwidth(device: torch.device | str = "cpu", mebibytes: int = 256, repeats: int = 5) -> float:
-    """Bytes per second that a sum over a large buffer reads: the best of a few runs."""
+    """Bytes per second that a sum over a large buffer reads with the kernels' threads: the best of a few runs."""
     device = torch.device(device)
     if device.type == "cuda":
         mebibytes *= 8
@@ -32,8 +34,13 @@ def read_bandwidth(device: torch.device | str = "cpu", mebibytes: int = 256, rep
         buffer.sum().item()  # .item() waits for the device
         return time.perf_counter() - start
 
-    timed()
-    return buffer.numel() * 4 / min(timed() for _ in range(repeats))
+    own = torch.get_num_threads()  # may be 1, so that torch leaves the processors to the kernels' threads
+    torch.set_num_threads(kernels.threads())
+    try:
+        timed()
+        return buffer.numel() * 4 / min(timed() for _ in range(repeats))
+    finally:
+        torch.set_num_threads(own)
 
 
 def decode_floor(bandwidth: float, weight_bytes: float, kv_bytes: float) -> float:
