@@ -28,19 +28,13 @@ struct Arguments {
 };
 
 const char* run_rms_norm(Arguments a) {
-    auto *x = a.pointer<const float>(), *residual = a.pointer<const float>(), *weight = a.pointer<const float>();
-    auto *y = a.pointer<float>(), *total = a.pointer<float>();  // residual and total are null without an addition
+    auto *x = a.pointer<const float>(), *weight = a.pointer<const float>();
+    auto* y = a.pointer<float>();
     const int64_t rows = a.integer(), n = a.integer();
     const float eps = a.real();
     pool.parallel_for(rows < 8 ? 1 : rows, [&](int64_t item) {
-        for (int64_t r = rows < 8 ? 0 : item; r < (rows < 8 ? rows : item + 1); r++) {
-            const float* from = x + r * n;
-            if (residual) {
-                for (int64_t i = 0; i < n; i++) total[r * n + i] = from[i] + residual[r * n + i];
-                from = total + r * n;
-            }
-            rms_norm_row(from, weight, n, eps, y + r * n);
-        }
+        for (int64_t r = rows < 8 ? 0 : item; r < (rows < 8 ? rows : item + 1); r++)
+            rms_norm_row(x + r * n, weight, n, eps, y + r * n);
     });
     return nullptr;
 }

@@ -56,12 +56,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight.to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The residual addition and the norm after it in one pass: (rms_norm(x + residual), x + residual)."""
-    total = x + residual
-    return rms_norm(total, weight, eps), total
-
-
 def rope_write_kv(
     qkv: Tensor,
     positions: Tensor,
@@ -89,11 +83,12 @@ def rope_write_kv(
     if k_norm is not None:
         k = rms_norm(k, k_norm, eps)
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # [T, 1, head_dim/2]
-    written = slot_mapping >= 0
-    slots = slot_mapping[written]
+    # No choosing of rows: how many there are would have to come back from a GPU, which a CUDA graph cannot wait for.
+    written = (slot_mapping >= 0)[:, None, None]
+    slots = slot_mapping.clamp(min=0)
     block, offset = slots // block_size, slots % block_size
-    k_cache[block, :, offset] = _rotate(k, cos, sin)[written].to(k_cache.dtype)
-    v_cache[block, :, offset] = v[written].to(v_cache.dtype)
+    for cache, rows in ((k_cache, _rotate(k, cos, sin)), (v_cache, v)):
+        cache[block, :, offset] = torch.where(written, rows.to(cache.dtype), cache[block, :, offset])
     return _rotate(q, cos, sin).to(qkv.dtype)
 
 
@@ -253,7 +248,6 @@ _LINEAR = (
 _EMBEDDING = "(Tensor ids, Tensor packed, int in_features, int group_size) -> Tensor"
 _SCHEMAS = {
     rms_norm: "(Tensor x, Tensor weight, float eps) -> Tensor",
-    add_rms_norm: "(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
     rope_write_kv: "(Tensor qkv, Tensor positions, Tensor cos_sin, Tensor(a!) k_cache, Tensor(b!) v_cache, "
     "Tensor slot_mapping, int num_heads, Tensor? q_norm=None, Tensor? k_norm=None, float eps=0.0) -> Tensor",
     paged_attention: "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor query_start, "
@@ -281,7 +275,6 @@ def _fake_embedding(ids, packed, in_features, group_size):
 
 _FAKES = {
     rms_norm: lambda x, weight, eps: x.new_empty(x.shape),
-    add_rms_norm: lambda x, residual, weight, eps: (x.new_empty(x.shape), x.new_empty(x.shape)),
     rope_write_kv: _fake_rope,
     paged_attention: lambda q, *rest, **_: q.new_empty(q.shape),
     silu_mul: lambda gate_up: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
@@ -359,6 +352,11 @@ def set_threads(n: int) -> None:
     if n < 1:
         raise ValueError(f"threads must be at least 1, got {n}")
     kernels_build.set_threads(n)
+
+
+def threads() -> int:
+    """What `set_threads` set, or torch's own number before that."""
+    return kernels_build.threads
 
 
 def record() -> kernels_tape.Tape:

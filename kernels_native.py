@@ -11,11 +11,12 @@ Activations in other types are converted on the way in and back on the way out; 
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
+from kernels_packing import TILE, padded
 from kernels_tape import ATTENTION, EMBEDDING, LINEAR, RMS_NORM, ROPE, SILU_MUL, call, empty, ready
 
 CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -30,17 +31,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = empty(wide.shape)
     n = weight.shape[0]
     rows = wide.numel() // n
-    call(RMS_NORM, "7qd", wide.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0, rows, n, eps)
+    call(RMS_NORM, "5qd", wide.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, n, eps)
     return out.to(x.dtype)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    wide, added, weight = ready(x), ready(residual), ready(weight)
-    out, total = empty(wide.shape), empty(wide.shape)
-    n = weight.shape[0]
-    pointers = (wide.data_ptr(), added.data_ptr(), weight.data_ptr(), out.data_ptr(), total.data_ptr())
-    call(RMS_NORM, "7qd", *pointers, wide.numel() // n, n, eps)
-    return out.to(x.dtype), total.to(x.dtype)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -103,19 +95,19 @@ def _cache_type(k_cache: Tensor, v_cache: Tensor) -> int:
 
 @lru_cache(maxsize=256)
 def packed_bytes(bits: int, in_features: int, group_size: int) -> int:
-    """Bytes of one tile of 16 channels in the packed forms of kernels.py."""
-    step = group_size or 32
-    k = -(-in_features // step) * step
+    """Bytes of one tile of 16 channels in the packed forms of kernels_packing.py."""
+    k = padded(in_features, group_size)
     if bits == 4:
         return k * 8 + k // group_size * 64
     return k * 16 + (k // group_size * 32 if group_size else 64)
 
 
 def _linear(
-    bits, x, packed, out_features, group_size, bias, norm_weight, eps, residual, silu_gate, activation
-) -> Tensor:
+    bits, x, packed, out_features, group_size, bias=None, norm_weight=None, eps=0.0, residual=None,
+    silu_gate=False, activation="int8",
+) -> Tensor:  # fmt: skip
     k, width = x.shape[-1], out_features // 2 if silu_gate else out_features
-    if packed.shape != (-(-out_features // 16), packed_bytes(bits, k, group_size)):
+    if packed.shape != (-(-out_features // TILE), packed_bytes(bits, k, group_size)):
         raise ValueError(
             f"int{bits} weight {tuple(packed.shape)} is not that of [{out_features}, {k}] in groups of {group_size}"
         )
@@ -142,34 +134,7 @@ def _linear(
     return out.to(x.dtype)
 
 
-def int4_linear(
-    x,
-    packed,
-    out_features,
-    group_size,
-    bias=None,
-    norm_weight=None,
-    eps=0.0,
-    residual=None,
-    silu_gate=False,
-    activation="int8",
-) -> Tensor:
-    return _linear(4, x, packed, out_features, group_size, bias, norm_weight, eps, residual, silu_gate, activation)
-
-
-def int8_linear(
-    x,
-    packed,
-    out_features,
-    group_size,
-    bias=None,
-    norm_weight=None,
-    eps=0.0,
-    residual=None,
-    silu_gate=False,
-    activation="int8",
-) -> Tensor:
-    return _linear(8, x, packed, out_features, group_size, bias, norm_weight, eps, residual, silu_gate, activation)
+int4_linear, int8_linear = partial(_linear, 4), partial(_linear, 8)
 
 
 def _embedding(bits: int, ids: Tensor, packed: Tensor, in_features: int, group_size: int) -> Tensor:
@@ -185,9 +150,4 @@ def _embedding(bits: int, ids: Tensor, packed: Tensor, in_features: int, group_s
     return out
 
 
-def int4_embedding(ids: Tensor, packed: Tensor, in_features: int, group_size: int) -> Tensor:
-    return _embedding(4, ids, packed, in_features, group_size)
-
-
-def int8_embedding(ids: Tensor, packed: Tensor, in_features: int, group_size: int) -> Tensor:
-    return _embedding(8, ids, packed, in_features, group_size)
+int4_embedding, int8_embedding = partial(_embedding, 4), partial(_embedding, 8)
