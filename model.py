@@ -17,7 +17,8 @@ A layer is six operations of kernels.py; residual additions, norms and the SiLU 
     x ─┬─ norm·qkv ── rope + cache write ── attention ── o ─(+)─┬─ norm·gate,up·silu ── down ─(+)─ x
        └─────────────────────────────────────────────────┘     └──────────────────────────────┘
 
-Fused products hold their parts as rows under rows: qkv [(heads + 2 kv_heads) * head_dim, hidden], gate_up [2 I, hidden].
+Fused products hold their parts as rows under rows: qkv [(heads + 2 kv_heads) * head_dim, hidden] and gate_up
+[2 intermediate, hidden].
 
 Sources: Llama (arXiv:2302.13971, section 2.2), RoPE (arXiv:2104.09864, section 3.4.2), YaRN (arXiv:2309.00071, section
 3), Mistral's window (arXiv:2310.06825, section 2), Qwen3's q/k norm (arXiv:2505.09388, section 2).
@@ -54,18 +55,20 @@ class Batch:
 
 
 def padding_batch(rows: int, device: str | torch.device, max_blocks: int = 2) -> Batch:
-    """Sequences of one token each that only touch block 0: for static buffers, and for measuring."""
+    """Sequences of one token each that only touch block 0: for static buffers, and for measuring.
 
-    def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
+    Laid out as the engine lays out a step (build_batch), or a compiled layer would be compiled once more for it: views
+    of one tensor, and at least two sequences, of which the second may be empty.
+    """
+    sequences = torch.arange(max(rows, 2) + 1, dtype=torch.int32, device=device)
+    tokens, positions, slot_mapping = torch.zeros(3, rows, dtype=torch.int64, device=device).unbind()
     return Batch(
-        tokens=zeros(rows),
-        positions=zeros(rows),
-        slot_mapping=zeros(rows),
-        block_tables=zeros(rows, max_blocks, dtype=torch.int32),
-        query_start=torch.arange(rows + 1, dtype=torch.int32, device=device),
-        context_lens=torch.ones(rows, dtype=torch.int32, device=device),
+        tokens=tokens,
+        positions=positions,
+        slot_mapping=slot_mapping,
+        block_tables=torch.zeros(max(rows, 2), max_blocks, dtype=torch.int32, device=device),
+        query_start=sequences.clamp(max=rows),
+        context_lens=(sequences[:-1] < rows).int(),
         logit_rows=torch.arange(rows, device=device),
         one_each=True,
     )

@@ -8,6 +8,7 @@ import kernels
 from compiled import DecodeGraphs, LayerCompiler, tape_capture
 from generate import LLM
 from kv_paged import KVCache
+from model import padding_batch
 from sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -119,3 +120,16 @@ def test_a_tape_refuses_what_it_could_not_replay(folder):
     with pytest.raises(ValueError, match="cannot be part of a tape"):
         DecodeGraphs(llm.model, kv, [1], 4, tape_capture).record(1)
     kernels.set_backend("reference")
+
+
+def test_measuring_what_steps_cost_compiles_nothing_more(folder):
+    llm = LLM(str(folder), kernels="reference", num_blocks=40)
+    compiler = LayerCompiler("eager", quiet=True)
+    compiler.install(llm.model)
+    for prompt in prompts([1, 3]):
+        answers(llm, [prompt])
+    assert compiler.graphs == 2
+    with torch.inference_mode():
+        for rows in (1, 2, 5):
+            assert len(llm.model(padding_batch(rows, "cpu"), llm.kv)) == rows
+    assert compiler.graphs == 2
