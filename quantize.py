@@ -120,7 +120,7 @@ arena = Arena()
 
 
 class _PackedLinear(nn.Module):
-    """What the two quantised layers share. The weight is held once, in the kernels' tiles (kernels.py draws them).
+    """What the two quantised layers share. The weight is held once, in the tiles that kernels_packing.py draws.
 
     `activations`: "int8" rounds x to 8 bits by groups of 32 before the product, "float" multiplies x as it is.
     Bytes: rows N padded to a multiple of 16, times the bytes of a row in `stored_layout`.
@@ -148,11 +148,6 @@ class _PackedLinear(nn.Module):
                 packed = arena.empty(-(-self.out_features // kernels.TILE), tiles.shape[1])
             packed[start // kernels.TILE :][: len(tiles)] = tiles
         return packed
-
-    @classmethod
-    def from_rows(cls, pieces: list[QuantRows], bias: torch.Tensor | None = None) -> _PackedLinear:
-        """One layer from the row blocks of one or, for a fused layer, several weights."""
-        return cls(concatenate(pieces), bias)
 
     @property
     def weight_bytes(self) -> int:
