@@ -59,6 +59,14 @@ def test_jumps_save_steps_and_write_what_the_tokenizer_would():
     assert engines[1].scheduler.stats()["steps"] >= len(outputs[1].token_ids)
 
 
+def test_parallel_answers_jump_on_their_own():
+    params = dataclasses.replace(DRAWN, n=3, regex="once upon a time there was (a|the|no) (cat|dog|log)")
+    found = answers([([5, 6], params)])
+    assert len({answer.text for answer in found}) > 1
+    for choice, answer in enumerate(found):
+        assert answer.token_ids == expected("llama", [5, 6], params, choice) and re.fullmatch(params.regex, answer.text)
+
+
 def test_forced_tokens_have_their_logprobs():
     params = SamplingParams(temperature=0, max_tokens=50, regex="the cat sat on the (mat|log)", logprobs=2)
     scored = answers([([5, 6], params)])[0]

@@ -142,6 +142,26 @@ def test_F41_a_copy_is_always_right_and_memory_exact(most, temperature):
     assert_all_free(engine)
 
 
+@pytest.mark.parametrize("speculate", ("stranger", "self:1"))
+def test_F41_a_draft_that_was_wrong_guesses_as_one_that_starts_anew(speculate):
+    """Whatever was taken back: the draft's tokens, keys and values are those of a draft that never guessed before."""
+    engine = make_engine(speculate=speculate)
+    proposer, compared = engine.speculator.proposer, []
+    propose = proposer.propose
+
+    def checked(choices, limits):
+        fresh = make_engine(speculate=speculate).speculator.proposer.propose(choices, limits)
+        guesses = propose(choices, limits)
+        assert guesses == fresh
+        compared.append(guesses)
+        return guesses
+
+    proposer.propose = checked
+    params = SamplingParams(temperature=0.6, seed=1, max_tokens=13, ignore_eos=True, repetition_penalty=1.2)
+    run(engine, [(p, params) for p in prompts_of(4, 7)])  # short enough for a fresh draft to catch up in one round
+    assert len(compared) > 5 and engine.speculator.accepted < engine.speculator.drafted
+
+
 @pytest.mark.parametrize("speculate", PROPOSERS)
 def test_logprobs_stops_and_streams_are_those_of_plain_decoding(speculate):
     params = SamplingParams(temperature=0.9, seed=4, max_tokens=30, logprobs=2, prompt_logprobs=1, ignore_eos=True)
