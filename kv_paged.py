@@ -159,7 +159,8 @@ class KVCache:
             # Zeroed pages of an anonymous map exist only once touched: a large pool costs no time and no memory until
             # it is used. Zeros (not garbage) because a masked weight of 0 times a stray NaN would still be NaN.
             nbytes = block_bytes(num_layers, 1, kv_heads, head_dim, dtype.itemsize) * num_blocks * block_size
-            self.data = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).view(dtype).view(shape)
+            private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+            self.data = torch.frombuffer(mmap.mmap(-1, nbytes, **private), dtype=torch.uint8).view(dtype).view(shape)
         else:
             self.data = torch.zeros(shape, dtype=dtype, device=device)
 
@@ -170,23 +171,6 @@ class KVCache:
     def layer(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of layer i, each a view [num_blocks, kv_heads, block_size, head_dim]."""
         return self.data[i, 0], self.data[i, 1]
-
-    def write(self, i: int, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Put k, v [T, kv_heads, head_dim] into layer i at slot_mapping [T]; rows with a negative slot are padding.
-
-        Padding goes to block 0. Left as -1 it would count from the end and overwrite the last block.
-        """
-        slots = slot_mapping.clamp(min=0).to(self.data.device)  # [T]
-        block, offset = slots // self.block_size, slots % self.block_size
-        for cache, rows in zip(self.layer(i), (k, v), strict=True):
-            cache[block, :, offset] = rows.to(cache.dtype)  # [T, kv_heads, head_dim]
-
-    def read(self, i: int, block_table: Sequence[int], n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first n_tokens of a sequence from layer i, gathered to K and V [n_tokens, kv_heads, head_dim]."""
-        gathered = self.data[i][:, list(block_table)]  # [2, blocks, kv_heads, block_size, head_dim]
-        kv_heads, head_dim = gathered.shape[2], gathered.shape[4]
-        rows = gathered.transpose(2, 3).reshape(2, -1, kv_heads, head_dim)[:, :n_tokens]
-        return rows[0], rows[1]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (src, dst) in all layers, for copy-on-write. All sources are read before any write."""
@@ -242,6 +226,8 @@ def free_memory(device: str = "cpu") -> int:
         with open("/proc/meminfo") as file:
             return int(re.search(r"MemAvailable:\s+(\d+) kB", file.read()).group(1)) * 1024
     except (OSError, AttributeError):  # not Linux, or a kernel before 3.14: all of it is the best guess there is
+        if not hasattr(os, "sysconf"):
+            raise ValueError("this system does not say how much memory is free: give --kv-memory") from None
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

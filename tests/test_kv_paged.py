@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+import kernels
 import kv_paged
 from kv_paged import BlockPool, KVCache, OutOfBlocks, block_bytes, blocks_for_budget, blocks_needed, parse_memory
 
@@ -101,7 +102,7 @@ def test_impossible_pools_are_refused(num_blocks, block_size):
 
 
 def filled_cache(num_blocks=6, block_size=4, dtype=torch.float32):
-    cache = KVCache(2, num_blocks, block_size, 3, 5, dtype)
+    cache = KVCache(2, num_blocks, block_size, 3, 6, dtype)
     cache.data.copy_(torch.arange(cache.data.numel()).reshape(cache.data.shape) % 251)
     return cache
 
@@ -116,12 +117,21 @@ def test_tensors_have_the_models_type_and_start_as_zeros(dtype):
     assert cache.data[1, 0, 2].eq(1).all(), "layer() must be a view"
 
 
+def write(cache, layer, k, v, slots):
+    """What a step does with keys and values; rotated by angle 0, they are stored as they are."""
+    qkv = torch.cat([k, k, v], dim=1).flatten(1)  # [T, 3 * kv_heads * head_dim], as many query heads as kv heads
+    half = k.shape[2] // 2
+    cos_sin = torch.cat([torch.ones(1, half), torch.zeros(1, half)], dim=1)  # of position 0
+    positions = torch.zeros(len(k), dtype=torch.int64)
+    kernels.rope_write_kv(qkv, positions, cos_sin, *cache.layer(layer), slots, k.shape[1])
+
+
 @pytest.mark.parametrize("slots", [[5, -1, -1], [-1, 5, -1], [5, 0, 3]])
 def test_F62_padding_never_reaches_a_live_slot(slots):
     cache = filled_cache()
     before = cache.data.clone()
-    k, v = torch.full((3, 3, 5), -7.0), torch.full((3, 3, 5), -8.0)
-    cache.write(1, k, v, torch.tensor(slots))
+    k, v = torch.full((3, 3, 6), -7.0), torch.full((3, 3, 6), -8.0)
+    write(cache, 1, k, v, torch.tensor(slots))
     changed = (cache.data != before).nonzero()  # [n, (layer, k or v, block, head, offset, dim)]
     live = {(block, offset) for _, _, block, _, offset, _ in changed.tolist() if block != 0}
     assert live == {(5 // 4, 5 % 4)}
@@ -132,12 +142,13 @@ def test_F62_padding_never_reaches_a_live_slot(slots):
 @given(st.integers(1, 5), st.integers(1, 12), st.randoms(use_true_random=False))
 def test_what_is_written_through_a_block_table_is_read_back(block_size, n_tokens, random):
     table = random.sample(range(1, 13), blocks_needed(n_tokens, block_size))
-    cache = KVCache(1, 13, block_size, 2, 3, torch.float32)
-    k, v = torch.randn(n_tokens, 2, 3), torch.randn(n_tokens, 2, 3)
+    cache = KVCache(1, 13, block_size, 2, 4, torch.float32)
+    k, v = torch.randn(n_tokens, 2, 4), torch.randn(n_tokens, 2, 4)
     slots = torch.tensor([table[p // block_size] * block_size + p % block_size for p in range(n_tokens)])
-    cache.write(0, k, v, slots)
-    read_k, read_v = cache.read(0, table, n_tokens)
-    assert read_k.equal(k) and read_v.equal(v)
+    write(cache, 0, k, v, slots)
+    for stored, given_rows in zip(cache.layer(0), (k, v), strict=True):
+        rows = torch.stack([stored[table[p // block_size], :, p % block_size] for p in range(n_tokens)])
+        assert rows.equal(given_rows)
 
 
 def test_copies_read_every_source_before_any_write():
