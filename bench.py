@@ -34,6 +34,7 @@ import torch
 
 import bench_ideas
 import bench_quality
+import bench_serve
 import kernels
 from cli import add_engine_flags, engine_arguments
 from generate import LLM
@@ -223,6 +224,9 @@ def engine_flags(args: argparse.Namespace) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["serve"]:
+        return bench_serve.main(argv[1:])
     args = parse_arguments(argv)
     try:
         return args.run(args)

@@ -80,6 +80,11 @@ class Tape(TorchDispatchMode):
         self.memory: dict[int, list[tuple[Tensor, int]]] = {}  # elements -> (memory, its uses when nobody has it)
         self.owned: set[int] = set()  # addresses of that memory
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is compiled; True, the default, would import torch's compiler: three seconds for nothing."""
+        return False
+
     def __enter__(self):
         global recording
         if recording is not None:

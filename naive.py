@@ -3,7 +3,7 @@
 Generating text is one loop: run the model over all tokens so far, look at the last row of logits, pick a token,
 append it, repeat. Here it is with nothing added: float32, one sequence, no cache, every token computed anew each time.
 
-    tokens [T] -> embed [T, hidden] -> (attention + MLP) x layers -> norm -> logits [T, vocab] -> pick the last row's best
+    tokens [T] -> embed [T, hidden] -> (attention + MLP) x layers -> norm -> logits [T, vocab] -> pick from the last
        ^                                                                                              |
        +----------------------------------- append ---------------------------------------------------+
 
@@ -67,7 +67,7 @@ def rotate(x: torch.Tensor, config) -> torch.Tensor:
 
 
 def forward(weights: dict[str, torch.Tensor], config, tokens: list[int]) -> torch.Tensor:
-    """Logits [T, vocab] of every position of one sequence. `weights` holds float32 tensors by their Hugging Face names."""
+    """Logits [T, vocab] of all positions of one sequence. `weights`: float32 tensors by their Hugging Face names."""
     w = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
     T, heads, kv_heads, head_dim = len(tokens), config.num_heads, config.num_kv_heads, config.head_dim
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class CompletionOutput:
-    """One answer. `finish_reason` is "stop", "length", "abort" or "error"; `stop_reason` what stopped it, string or id."""
+    """One answer. `finish_reason`: "stop", "length", "abort" or "error"; `stop_reason`: the string or id that stopped it."""
 
     index: int
     text: str
@@ -50,7 +50,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """All answers to one prompt, as vLLM arranges them. Times are seconds from its arrival, None if it never came so far."""
+    """All answers to one prompt, as vLLM arranges them. Times are seconds from its arrival, None if not reached."""
 
     request_id: int
     prompt: str | None

@@ -9,9 +9,9 @@ import json
 from pathlib import Path
 
 import pytest
+from record_llama_cpp import NEW_TOKENS, PROMPTS
 
 from generate import LLM
-from record_llama_cpp import NEW_TOKENS, PROMPTS
 from sampling_params import SamplingParams
 
 RECORDS = json.loads((Path(__file__).parent / "data" / "smollm2_greedy.json").read_text(encoding="utf-8"))
