@@ -15,13 +15,14 @@ import argparse
 import dataclasses
 import inspect
 import json
+import os
 import statistics
 import sys
 import time
 
 from generate import LLM
 from kv_paged import block_bytes, parse_memory
-from request import Request
+from request import CompletionOutput, Request, RequestOutput
 from roofline import decode_floor, read_bandwidth
 from sampling_params import SamplingParams
 
@@ -35,6 +36,18 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def value_of(read):
+    """A type for argparse that keeps the cause: of a plain ValueError it shows the name of the function only."""
+
+    def convert(text: str):
+        try:
+            return read(text)
+        except (ValueError, RecursionError) as error:
+            raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+
+    return convert
+
+
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """One flag for each argument of LLM; booleans also as --no-..."""
     group = parser.add_argument_group("engine (LLM)")
@@ -45,7 +58,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         if kind == "bool":
             group.add_argument(flag(name), action=argparse.BooleanOptionalAction, default=parameter.default)
         elif name == "kv_memory":
-            group.add_argument(flag(name), type=parse_memory, metavar="BYTES", help="for the page pool, e.g. 2G")
+            group.add_argument(
+                flag(name), type=value_of(parse_memory), metavar="BYTES", help="for the page pool, e.g. 2G"
+            )
         else:
             kind = int if kind.startswith("int") else str
             group.add_argument(flag(name), type=kind, default=parameter.default, help=f"default {parameter.default}")
@@ -64,7 +79,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         if field.name in SHARED:
             continue
         if field.name in JSON_FIELDS:
-            group.add_argument(flag(field.name), type=json.loads, metavar="JSON")
+            group.add_argument(flag(field.name), type=value_of(json.loads), metavar="JSON")
         elif field.name in LIST_FIELDS:
             group.add_argument(flag(field.name), nargs="+", type=LIST_FIELDS[field.name], metavar="X")
         elif field.type is bool:
@@ -82,7 +97,9 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 def figures(llm: LLM, request: Request) -> dict:
     """What --json prints about one finished request; the closing line is made of the same numbers."""
-    ids = request.choices[0].token_ids
+    result = request.output()
+    answer = result.outputs[0]
+    ids = answer.token_ids
     prompt_tokens, generated = len(request.prompt_ids), len(ids)
     ttft = (request.first_token or request.finished_at) - request.arrival
     decode_s = request.finished_at - request.arrival - ttft
@@ -92,23 +109,42 @@ def figures(llm: LLM, request: Request) -> dict:
     bandwidth = read_bandwidth(llm.device)
     floor = decode_floor(bandwidth, llm.model.step_bytes, per_token * (prompt_tokens + generated / 2))
     computed = prompt_tokens - request.num_cached_tokens
-    return {
-        "text": request.choices[0].text,
-        "token_ids": list(ids),
-        "finish_reason": request.choices[0].finish_reason,
-        "prompt_tokens": prompt_tokens,
-        "ttft_s": ttft,
-        "tpot_s": tpot,
-        "decode_tok_s": tpot and 1 / tpot,
-        "prefill_tok_s": computed / ttft,
-        "weight_bytes": llm.model.weight_bytes,
-        "kv_bytes": per_token * (prompt_tokens + generated),
-        "load_s": llm.load_s,
-        "compile_s": llm.compile_s,
-        "bandwidth_gb_s": bandwidth / 1e9,
-        "floor_tok_s": floor,
-        "floor_share": tpot and 1 / tpot / floor,
-    } | (llm.engine.speculator.stats() if llm.engine.speculator is not None else {})
+    return (
+        {
+            "text": answer.text,
+            "token_ids": ids,
+            "finish_reason": answer.finish_reason,
+            "prompt_tokens": prompt_tokens,
+            "ttft_s": ttft,
+            "tpot_s": tpot,
+            "decode_tok_s": tpot and 1 / tpot,
+            "prefill_tok_s": computed / ttft,
+            "weight_bytes": llm.model.weight_bytes,
+            "kv_bytes": per_token * (prompt_tokens + generated),
+            "load_s": llm.load_s,
+            "compile_s": llm.compile_s,
+            "bandwidth_gb_s": bandwidth / 1e9,
+            "floor_tok_s": floor,
+            "floor_share": tpot and 1 / tpot / floor,
+        }
+        | details(result)
+        | (llm.engine.speculator.stats() if llm.engine.speculator is not None else {})
+    )
+
+
+def details(result: RequestOutput) -> dict:
+    """What only --json has room for: all answers if there are several, and log-probabilities if asked for."""
+    more = {}
+    if len(result.outputs) > 1 or result.outputs[0].logprobs is not None:
+        more["outputs"] = [answer_dict(answer) for answer in result.outputs]
+    if result.prompt_logprobs is not None:
+        more["prompt_logprobs"] = [score and score._asdict() for score in result.prompt_logprobs]
+    return more
+
+
+def answer_dict(answer: CompletionOutput) -> dict:
+    scores = answer.logprobs and [score._asdict() for score in answer.logprobs]
+    return dataclasses.asdict(answer) | {"logprobs": scores}
 
 
 def closing_line(f: dict) -> str:
@@ -129,18 +165,24 @@ def speculation(f: dict) -> str:
         return ""
     share = f["accepted"] / f["drafted"] if f["drafted"] else 0.0
     return (
-        f" | {f['accepted']} of {f['drafted']} guesses accepted = {share:.0%}, {f['tokens_per_step']:.2f} tokens a step,"
-        f" one guess pays above {f['break_even']:.0%}"
+        f" | {f['accepted']} of {f['drafted']} guesses accepted = {share:.0%}, {f['tokens_per_step']:.2f} tokens a step"
+        f", one guess pays above {f['break_even']:.0%}"
     )
 
 
 def stream_answer(llm: LLM, request: Request, out) -> None:
-    """Run until `request` has ended, writing the text of its first answer as it comes. Interrupting aborts it."""
+    """Run until `request` has ended, writing the text of its first answer as it comes. Interrupting aborts it.
+
+    Of answers that compete (best_of) nobody knows which will be the first: it is written when all have ended.
+    """
+    competing = request.width > request.params.n
     try:
         while not request.finished:
             for delta in llm.engine.step():
-                if delta.request is request and delta.index == 0:
+                if delta.request is request and delta.index == 0 and not competing:
                     print(delta.text, end="", file=out, flush=True)
+        if competing:
+            print(request.output().outputs[0].text, end="", file=out, flush=True)
     finally:
         llm.engine.abort(request)
 
@@ -160,26 +202,33 @@ def run_prompt(llm: LLM, args: argparse.Namespace) -> int:
         return 1
     measured = figures(llm, request)
     if args.json:
-        more = {"outputs": [dataclasses.asdict(answer) for answer in answers]} if len(answers) > 1 else {}
-        print(json.dumps(measured | more, ensure_ascii=False))
+        print(json.dumps(measured, ensure_ascii=False))
     else:
         print(closing_line(measured), file=sys.stderr)
     return 0
 
 
-def run_file(llm: LLM, args: argparse.Namespace) -> int:
-    """One prompt per line, all answered together. Prints one JSON object with --json, else the answers in order."""
-    with open(args.prompts_file, encoding="utf-8") as file:
-        prompts = [line.rstrip("\n") for line in file if line.strip()]
+def read_prompts(path: str) -> list[str]:
+    """The lines of a UTF-8 file that are not blank; a byte-order mark is not part of the first."""
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            prompts = [line.rstrip("\n") for line in file if line.strip()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompts-file {path!r} is not UTF-8 ({error}): convert it") from None
     if not prompts:
-        raise ValueError(f"{args.prompts_file} holds no prompt: write one on each line")
+        raise ValueError(f"--prompts-file {path!r} holds no prompt: write one on each line")
+    return prompts
+
+
+def run_file(llm: LLM, args: argparse.Namespace, prompts: list[str]) -> int:
+    """All prompts answered together. Prints one JSON object with --json, else the answers in order."""
     start = time.perf_counter()
     outputs = llm.generate(prompts, sampling_params(args))
     seconds = time.perf_counter() - start
     tokens = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
     if args.json:
         answers = [
-            {"prompt": o.prompt, "outputs": [dataclasses.asdict(a) for a in o.outputs], "ttft_s": o.ttft_s}
+            {"prompt": o.prompt, "outputs": [answer_dict(a) for a in o.outputs], "ttft_s": o.ttft_s} | details(o)
             for o in outputs
         ]
         print(json.dumps({"answers": answers, "seconds": seconds, "tok_s": tokens / seconds}, ensure_ascii=False))
@@ -249,10 +298,14 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     try:
         sampling_params(args)  # refuse before loading anything
+        prompts = None if args.prompts_file is None else read_prompts(args.prompts_file)
         llm = LLM(**engine_arguments(args), quiet=False)
         if args.chat:
             return run_chat(llm, args)
-        return run_file(llm, args) if args.prompts_file else run_prompt(llm, args)
+        return run_prompt(llm, args) if prompts is None else run_file(llm, args, prompts)
+    except BrokenPipeError:  # whoever read stdout has left: nothing to say, and nobody to say it to
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush would fail
+        return 1
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -14,6 +14,7 @@ pool of pages, and the engine's step loop runs until every request has its answe
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -142,7 +143,7 @@ class LLM:
             chunked,
             batching,
             reserve,
-            num_speculative_tokens if speculate else 0,
+            num_speculative_tokens if speculate is not None else 0,
         )
         if not quiet:
             layout = (self.config.num_layers, block_size, self.config.num_kv_heads, self.config.head_dim)
@@ -159,7 +160,7 @@ class LLM:
         self.graphs: DecodeGraphs | None = None
         if compile:
             self._compile(quant, max_num_seqs)
-        if speculate:
+        if speculate is not None:
 
             def load_draft(name: str) -> tuple[Transformer, Tokenizer]:
                 ckpt = open_checkpoint(name)
@@ -244,6 +245,8 @@ class LLM:
         """The page pool: num_blocks if given (block 0, the padding, on top), else what the memory budget holds."""
         if block_size < 1 or (num_blocks is not None and num_blocks < 1):
             raise ValueError(f"block_size={block_size} and num_blocks={num_blocks} must be at least 1")
+        if num_blocks is not None and kv_memory is not None:
+            raise ValueError(f"num_blocks={num_blocks} and kv_memory={kv_memory} both size the pool: give one of them")
         config = self.config
         layout = (config.num_layers, block_size, config.num_kv_heads, config.head_dim)
         if num_blocks is not None:
@@ -252,7 +255,16 @@ class LLM:
             total = blocks_for_budget(kv_memory, *layout, dtype.itemsize, free_memory(str(self.device)))
             if kv_memory is None:  # no more than every seat filled to the last token could use
                 total = min(total, 1 + max_num_seqs * blocks_needed(self.max_model_len, block_size))
-        return KVCache(config.num_layers, total, block_size, config.num_kv_heads, config.head_dim, dtype, self.device)
+        try:
+            return KVCache(
+                config.num_layers, total, block_size, config.num_kv_heads, config.head_dim, dtype, self.device
+            )
+        except (OSError, RuntimeError, OverflowError) as error:
+            nbytes = block_bytes(*layout, dtype.itemsize) * total
+            raise ValueError(
+                f"a KV pool of {total:,} blocks, {nbytes:,} bytes, cannot be had ({error}): "
+                "lower --num-blocks or --kv-memory"
+            ) from None
 
     def _compile(self, quant: str | None, max_num_seqs: int) -> None:
         """Compile or capture (compiled.py says which when), now and not in the middle of the first answer."""
@@ -301,7 +313,7 @@ class LLM:
         return sum(part.seconds for part in (self.compiler, self.graphs) if part)
 
     def _progress(self, done: int, total: int) -> None:
-        if not self.quiet:
+        if not self.quiet and sys.stderr.isatty():
             end = "\n" if done == total else ""
             print(f"\rloading layers {done}/{total}", end=end, file=sys.stderr, flush=True)
 
@@ -312,10 +324,12 @@ def choose_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"device={name!r}, but torch {torch.__version__} sees no GPU; use --device cpu")
-    try:
-        return torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"device={name!r} is not known; use auto, cpu, cuda or cuda:N") from None
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ValueError(f"device={name!r} is not known; use auto, cpu, cuda or cuda:N")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device={name!r}, but torch sees {torch.cuda.device_count()} GPU(s), counted from 0")
+    return device
 
 
 def set_backend(name: str, device: torch.device, threads: int | None) -> str:

@@ -104,3 +104,80 @@ def test_ctrl_c_ends_cleanly(folder):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "interrupted" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (["--logit-bias", "{"], "Expecting property name"),
+        (["--kv-memory", "much"], "such as 512M or 2G"),
+    ],
+)
+def test_F32_a_flag_that_cannot_be_read_says_why(folder, capsys, arguments, named):
+    with pytest.raises(SystemExit) as end:
+        call(folder, *arguments)
+    assert end.value.code == 2 and named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (["--prompts-file", ""], "No such file"),
+        (["--speculate", ""], "speculate=''"),
+        (["--kv-memory", "1M"], "both size the pool"),  # FAST gives num_blocks
+        (["--device", "mps"], "device='mps'"),
+        (["--device", "meta"], "device='meta'"),
+        (["--num-blocks", str(10**15)], "lower --num-blocks"),
+    ],
+)
+def test_no_flag_is_accepted_and_ignored(folder, capsys, arguments, named):
+    assert call(folder, *arguments) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_a_prompts_file_of_another_encoding_is_named(folder, tmp_path, capsys):
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("the caf\xe9\n".encode("latin-1"))
+    assert call(folder, "--prompts-file", str(file)) == 2
+    err = capsys.readouterr().err
+    assert str(file) in err and "UTF-8" in err and "KV pool" not in err  # before anything is loaded
+    file.write_bytes(b"\xef\xbb\xbfthe cat\n")
+    assert call(folder, "--prompts-file", str(file), "--max-tokens", "1", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["answers"][0]["prompt"] == "the cat"
+
+
+def test_F22_json_holds_the_logprobs_that_were_asked_for(folder, tmp_path, capsys):
+    asked = ["--logprobs", "2", "--prompt-logprobs", "1", "--max-tokens", "3", "--ignore-eos", "--json"]
+    assert call(folder, "--prompt", "the cat", *asked) == 0
+    alone = json.loads(capsys.readouterr().out)
+    scores = alone["outputs"][0]["logprobs"]
+    assert [score["token"] for score in scores] == alone["token_ids"] and len(scores[0]["top"]) == 2
+    assert alone["prompt_logprobs"][0] is None and alone["prompt_logprobs"][1]["logprob"] < 0
+    file = tmp_path / "prompts.txt"
+    file.write_text("the cat\n")
+    assert call(folder, "--prompts-file", str(file), *asked) == 0
+    (listed,) = json.loads(capsys.readouterr().out)["answers"]
+    assert listed["outputs"] == alone["outputs"] and listed["prompt_logprobs"] == alone["prompt_logprobs"]
+
+
+def test_best_of_shows_the_best_and_not_the_first(folder, capsys):
+    drawn = ["--prompt", "the cat", "--temperature", "1", "--max-tokens", "4", "--ignore-eos"]
+    for seed in "123":  # the first is the best of four by chance now and then
+        assert call(folder, *drawn, "--seed", seed, "--n", "4", "--best-of", "4", "--logprobs", "0", "--json") == 0
+        answers = json.loads(capsys.readouterr().out)["outputs"]
+        best = max(answers, key=lambda answer: answer["cumulative_logprob"])
+        assert call(folder, *drawn, "--seed", seed, "--best-of", "4", "--json") == 0
+        assert json.loads(capsys.readouterr().out)["token_ids"] == best["token_ids"]
+        assert call(folder, *drawn, "--seed", seed, "--best-of", "4") == 0
+        assert capsys.readouterr().out == f"the cat{best['text']}\n"
+
+
+def test_a_reader_that_leaves_gets_no_traceback(folder):
+    command = [sys.executable, str(ROOT / "generate.py"), "--model", folder]
+    program = [*command, *FAST, "--max-tokens", "400", "--ignore-eos"]
+    child = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    child.stdout.read(1)
+    child.stdout.close()
+    err = child.stderr.read()
+    assert child.wait() == 1 and b"Error" not in err and b"error" not in err
+    child.stderr.close()
