@@ -150,6 +150,9 @@ def test_F41_a_draft_that_was_wrong_guesses_as_one_that_starts_anew(speculate):
     propose = proposer.propose
 
     def checked(choices, limits):
+        if choices and len(compared) % 3 == 1:  # now and then the target goes on alone after a rejection
+            compared.append([])
+            return [[] for _ in choices]
         fresh = make_engine(speculate=speculate).speculator.proposer.propose(choices, limits)
         guesses = propose(choices, limits)
         assert guesses == fresh
