@@ -21,6 +21,7 @@ Source: CUDA graphs and their private memory pools, as torch.cuda.CUDAGraph has 
 from __future__ import annotations
 
 import struct
+import threading
 from functools import lru_cache
 
 import torch
@@ -31,27 +32,32 @@ import kernels_build
 
 RMS_NORM, SILU_MUL, LINEAR, EMBEDDING, ROPE, ATTENTION, GATHER = range(7)  # as in OPS of kernels.cpp
 
-recording: Tape | None = None
+
+class _Open(threading.local):  # one for each thread: what another one computes meanwhile is not of the step
+    tape: Tape | None = None
+
+
+_open = _Open()
 
 
 def call(op: int, form: str, *words) -> None:
     """Run one operation now, and note it if a tape is open. `form` as in struct: whole numbers and pointers are q."""
-    tape = _layout(form).pack(op, len(words), *words)
-    if recording is not None:
-        recording.words.append(tape)
-    _check(kernels_build.library.run(tape, len(words) + 2))
+    run = _layout(form).pack(op, len(words), *words)
+    if _open.tape is not None:
+        _open.tape.words.append(run)
+    _check(kernels_build.library.run(run, len(words) + 2))
 
 
 def empty(shape: tuple[int, ...]) -> Tensor:
     """float32 memory for a result, the tape's own while one is open."""
-    return torch.empty(shape) if recording is None else recording.empty(shape)
+    return torch.empty(shape) if _open.tape is None else _open.tape.empty(shape)
 
 
 def ready(t: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """`t` as the kernels read it: contiguous and of `dtype`. A conversion could not be replayed."""
     if t.dtype is dtype and t.is_contiguous():
         return t
-    if recording is not None:
+    if _open.tape is not None:
         raise ValueError(f"a tape needs contiguous {dtype} tensors, got {t.dtype} with strides {t.stride()}")
     return t.to(dtype).contiguous()
 
@@ -86,15 +92,13 @@ class Tape(TorchDispatchMode):
         return False
 
     def __enter__(self):
-        global recording
-        if recording is not None:
+        if _open.tape is not None:
             raise ValueError("a tape is already being recorded: close it first")
-        recording = self
+        _open.tape = self
         return super().__enter__()
 
     def __exit__(self, *error):
-        global recording
-        recording = None
+        _open.tape = None
         self.run = b"".join(self.words)
         return super().__exit__(*error)
 

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,20 @@ def test_a_tape_gives_its_memory_out_again_but_never_while_in_use():
     want = layers(12)
     long.replay()
     assert torch.equal(last, want)
+
+
+def test_a_tape_holds_what_its_own_thread_computes():
+    x = torch.randn(3, 8)
+    y = -x
+    with kernels.record() as tape:
+        mine = ops.silu_mul(x)
+        with ThreadPoolExecutor(1) as other:
+            theirs = other.submit(ops.silu_mul, y).result()
+    assert len(tape.words) == 1 and tape.owned == {mine.data_ptr()}
+    want = theirs.clone()
+    x.neg_()
+    tape.replay()
+    assert torch.equal(mine, want) and torch.equal(theirs, want)
 
 
 def test_a_tape_refuses_what_it_could_not_replay():
