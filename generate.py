@@ -29,7 +29,7 @@ from engine import Engine
 from kv_paged import BlockPool, KVCache, block_bytes, blocks_for_budget, blocks_needed, describe_capacity, free_memory
 from model import Transformer, padding_batch
 from quantize import set_activations
-from radix import HashCache, RadixCache
+from radix import PREFIX_CACHES
 from request import Delta, Request, RequestOutput
 from sampling import SamplerState, sample
 from sampling_params import SamplingParams
@@ -38,7 +38,6 @@ from speculative import Proposer, Speculator, StepCost
 from tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-PREFIX_CACHES = {"radix": RadixCache, "hash": HashCache, "none": None}
 
 
 def choose(name: str, value, allowed) -> None:
@@ -65,7 +64,8 @@ class LLM:
     overlap         plan the next step while the model runs this one (overlap.py; pays where Python and model do not
                     share the processor)
     jump_forward    append what a structured answer can only go on with, instead of drawing it token by token
-    kernels         "native" (C++ on a CPU, Triton on a GPU) or "reference"
+    kernels         "native" (C++ on a CPU, Triton on a GPU) or "reference"; like threads it is the whole process's: of
+                    several LLMs the one made last decides
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class LLM:
     ):
         choose("dtype", dtype, ["auto", *DTYPES])
         choose("kv_dtype", kv_dtype, ["auto", *DTYPES])
-        choose("prefix_cache", prefix_cache, PREFIX_CACHES)
+        choose("prefix_cache", prefix_cache, [*PREFIX_CACHES, "none"])
         choose("activations", activations, ["int8", "float"])
         choose("verify", verify, ["coupled", "rejection"])
         if num_speculative_tokens < 1:
@@ -131,7 +131,7 @@ class LLM:
         kv_type = self.model.dtype if kv_dtype == "auto" else DTYPES[kv_dtype]
         self.kv = self._allocate(block_size, num_blocks, kv_memory, kv_type, max_num_seqs)
         pool = BlockPool(self.kv.num_blocks, block_size)
-        cache = PREFIX_CACHES[prefix_cache]
+        cache = PREFIX_CACHES.get(prefix_cache)  # "none" is no class
         self.scheduler = Scheduler(
             pool,
             cache(pool) if cache else None,
@@ -267,7 +267,11 @@ class LLM:
             ) from None
 
     def _compile(self, quant: str | None, max_num_seqs: int) -> None:
-        """Compile or capture (compiled.py says which when), now and not in the middle of the first answer."""
+        """Compile or capture (compiled.py says which when).
+
+        What the compiler makes is made now and not in the middle of the first answer. Captures cost little: that of a
+        single sequence is made now, the others when their sizes first come up.
+        """
         self.graphs = self._graphs(self.model, self.kv, quant, max_num_seqs)
         if self.graphs is not None:
             self.engine.run_model = self.graphs
@@ -280,7 +284,7 @@ class LLM:
 
     def _graphs(self, model: Transformer, kv: KVCache, quant: str | None, max_num_seqs: int) -> DecodeGraphs | None:
         """For capturing the decode steps of a model; None where compiling is the better way."""
-        on_gpu = self.device.type == "cuda"
+        on_gpu = self.device.type == "cuda" and kernels.backend() == "triton"  # the references read lengths back
         native = kernels.backend() == "native" and quant is not None and model.dtype == torch.float32
         if not on_gpu and not native:
             return None

@@ -133,3 +133,11 @@ def test_measuring_what_steps_cost_compiles_nothing_more(folder):
         for rows in (1, 2, 5):
             assert len(llm.model(padding_batch(rows, "cpu"), llm.kv)) == rows
     assert compiler.graphs == 2
+
+
+def test_steps_are_captured_on_a_gpu_only_where_no_kernel_waits_for_it(folder, monkeypatch):
+    llm = LLM(str(folder), kernels="reference", num_blocks=20)
+    llm.device = torch.device("cuda")
+    assert llm._graphs(llm.model, llm.kv, None, 4) is None  # the reference attention asks how long the contexts are
+    monkeypatch.setattr(kernels, "_backend", "triton")
+    assert llm._graphs(llm.model, llm.kv, None, 4).buckets == [1, 2, 4]
