@@ -361,6 +361,8 @@ def _read_header(path: Path) -> tuple[dict[str, tuple[tuple[int, ...], str]], di
 
 def _explain(path: Path, error: Exception) -> str:
     """Why the safetensors library refused a file. Its messages name neither file nor tensor."""
+    if not path.is_file():
+        return f"{path} is not a file ({error})."
     with open(path, "rb") as file:
         head = file.read(64)
         size = path.stat().st_size

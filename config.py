@@ -32,6 +32,7 @@ from dataclasses import dataclass
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 DTYPES = ("float32", "float16", "bfloat16")
+MOST_LAYERS = 10_000  # a damaged number must not become a list of that length
 
 
 class CheckpointError(ValueError):
@@ -100,14 +101,15 @@ class Reader:
     def __init__(self, values: dict, where: str):
         self.values, self.where = values, where
 
-    def number(self, key: str, default=None, whole: bool = True, least: float = 1):
-        """A number of at least `least`; a key that is absent or null gives `default`, or is refused without one."""
+    def number(self, key: str, default=None, whole: bool = True, least: float = 1, most: float = math.inf):
+        """A number from `least` to `most`; a key that is absent or null gives `default`, or is refused without one."""
         value = self.values.get(key)
         value = default if value is None else value
         kinds, wanted = ((int,), "an integer") if whole else ((int, float), "a number")
-        if type(value) not in kinds or not math.isfinite(value) or value < least:
+        if type(value) not in kinds or not math.isfinite(value) or not least <= value <= most:
             state = "is missing" if value is None else f"is {value!r}"
-            raise CheckpointError(f"{self.where}: {key} {state}; it must be {wanted} of at least {least:g}.")
+            limit = f" and at most {most:,}" if most < math.inf else ""
+            raise CheckpointError(f"{self.where}: {key} {state}; it must be {wanted} of at least {least:g}{limit}.")
         return value
 
     def flag(self, key: str, default: bool = False) -> bool:
@@ -140,7 +142,7 @@ def from_hf(config: dict, generation: dict, where: str) -> ModelConfig:
     read.only("quantization_config", (), "weights quantised by other tools are not read; use the original or a GGUF")
     heads = read.number("num_attention_heads")
     hidden = read.number("hidden_size")
-    layers = read.number("num_hidden_layers")
+    layers = read.number("num_hidden_layers", most=MOST_LAYERS)
     positions = read.number("max_position_embeddings")
     theta, scaling = _hf_rope(config, positions, where)
     # What an absent key means is the default of the architecture's class in transformers; null means "derive it".
@@ -322,7 +324,7 @@ def from_gguf(metadata: dict, shapes: dict[str, tuple[int, ...]], where: str) ->
         if isinstance(value, list) and len(set(value)) == 1:
             read.values[key] = value[0]
     read.only("expert_count", (0,), "mixtures of experts are not supported")
-    layers, hidden = read.number("block_count"), read.number("embedding_length")
+    layers, hidden = read.number("block_count", most=MOST_LAYERS), read.number("embedding_length")
     heads = read.number("attention.head_count")
     head_dim = read.number("attention.key_length", hidden // heads)
     read.only("attention.value_length", (head_dim,), f"only values as long as the keys ({head_dim}) are supported")

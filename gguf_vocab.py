@@ -70,11 +70,33 @@ PRE_TOKENIZERS = {
 }
 
 
+LISTS = {"tokens": str, "token_type": int, "merges": str, "scores": float}
+TEXTS = ("model", "pre")
+
+
+def check(metadata: Mapping) -> None:
+    """Refuse settings of another type than they are read as: a damaged file, or one written by hand."""
+    for key, value in metadata.items():
+        if value is None or not key.startswith("tokenizer."):
+            continue
+        name = key.removeprefix("tokenizer.ggml.")
+        if name in LISTS and not (isinstance(value, list) and all(type(item) is LISTS[name] for item in value)):
+            wrong = f"list of {LISTS[name].__name__}"
+        elif (name in TEXTS or key.startswith("tokenizer.chat_template")) and not isinstance(value, str):
+            wrong = "text"
+        elif name.endswith("_token_id") and type(value) is not int:
+            wrong = "token id"
+        else:
+            continue
+        raise ValueError(f"{key} is no {wrong} but {repr(value)[:60]}: damaged file")
+
+
 def build(metadata: Mapping) -> tuple[Tokenizer, bool]:
     """The tokenizer of a GGUF file's metadata, and whether its family normally begins a text with BOS.
 
     Raises ValueError for a vocabulary that is missing or of a kind not known here.
     """
+    check(metadata)
     model = metadata.get("tokenizer.ggml.model")
     tokens = metadata.get("tokenizer.ggml.tokens")
     if model not in ("gpt2", "llama"):
@@ -120,6 +142,8 @@ def _sentencepiece(metadata: Mapping, tokens: list[str], types: list[int]) -> tu
     if scores is None or len(scores) != len(tokens):
         raise ValueError(f"tokenizer.ggml.scores does not hold one score for each of the {len(tokens)} tokens")
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    if not 0 <= unknown < len(tokens):
+        raise ValueError(f"tokenizer.ggml.unknown_token_id is {unknown}, but the file has {len(tokens)} tokens")
     library = Tokenizer(
         _model(tokens, _merges(tokens, types, scores), unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True)
     )

@@ -97,7 +97,7 @@ class Tokenizer:
         config = _read_json(folder / "tokenizer_config.json")
         _add_missing_tokens(library, config.get("added_tokens_decoder") or {})
         named = _read_json(folder / "special_tokens_map.json") | config
-        specials = {key: _content(named[key]) for key in SPECIAL_KEYS if named.get(key) is not None}
+        specials = {key: _content(named[key], key) for key in SPECIAL_KEYS if named.get(key) is not None}
         templates = _read_templates(folder, config)
         return cls(library, specials, templates, config.get("add_bos_token"), config.get("add_eos_token"))
 
@@ -342,14 +342,22 @@ def _read_json(path: Path) -> dict:
     return content
 
 
-def _content(token: str | dict) -> str:
+def _content(token: Any, key: str) -> str:
     """Token strings are written plain or as an object with the string in "content"."""
-    return token["content"] if isinstance(token, dict) else token
+    content = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(content, str):
+        raise ValueError(
+            f"tokenizer_config.json: {key} is {token!r}; it must be a token's text, or an object with a content"
+        )
+    return content
 
 
 def _add_missing_tokens(library: tokenizers.Tokenizer, added: dict[str, dict]) -> None:
     """tokenizer_config.json may list added tokens that tokenizer.json lacks; each must get the id that is written."""
+    if not isinstance(added, dict) or not all(i.isdecimal() and isinstance(token, dict) for i, token in added.items()):
+        raise ValueError("tokenizer_config.json: added_tokens_decoder must map token ids to objects with their content")
     for token_id, token in sorted(added.items(), key=lambda item: int(item[0])):
+        _content(token, f"added_tokens_decoder[{token_id}]")
         if library.token_to_id(token["content"]) is None:
             flags = {
                 key: token[key] for key in ("special", "lstrip", "rstrip", "single_word", "normalized") if key in token
@@ -367,9 +375,16 @@ def _read_templates(folder: Path, config: dict) -> dict[str, str]:
     given = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template") or {}
     if isinstance(given, str):
         given = {"default": given}
-    elif isinstance(given, list):
-        given = {entry["name"]: entry["template"] for entry in given}
+    elif isinstance(given, list) and all(isinstance(entry, dict) for entry in given):
+        given = {entry.get("name"): entry.get("template") for entry in given}
+    if not isinstance(given, dict) or not all(isinstance(text, str) for text in (*given, *given.values())):
+        raise ValueError(f"{folder}: chat_template must be a text, or a list of objects with a name and a template")
     files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"
-    return dict(given) | {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    for name, path in files.items():
+        try:
+            given = {**given, name: path.read_text(encoding="utf-8")}
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 ({error}): fetch it again") from None
+    return given

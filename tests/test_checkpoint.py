@@ -242,6 +242,20 @@ def test_F54_damaged_safetensors_are_refused_by_name(folder, case):
     assert str(path) in message and words in message
 
 
+def test_F54_a_folder_in_the_place_of_a_file(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+    assert "model.safetensors is not a file" in refusal(folder)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model.safetensors"}}')
+    assert "model.safetensors is missing" in refusal(folder)
+
+
+def test_F54_a_damaged_number_of_layers_is_refused_at_once(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**12}))
+    assert "num_hidden_layers is 1000000000000" in refusal(folder)
+
+
 def test_F54_truncated_gguf_is_refused_before_loading(tmp_path, folder):
     path = tiny.gguf_file(folder, tmp_path / "m.gguf", "Q8_0")
     path.write_bytes(path.read_bytes()[:-1024])

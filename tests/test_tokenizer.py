@@ -115,9 +115,19 @@ def test_specials_come_from_the_config_or_the_map(tmp_path):
         (lambda path: (path / "tokenizer.json").write_text("{}"), "is not a tokenizer"),
         (lambda path: (path / "tokenizer_config.json").write_text("{"), "is not JSON"),
         (lambda path: (path / "tokenizer_config.json").write_text("[]"), "JSON object"),
+        (lambda path: (path / "tokenizer_config.json").write_text('{"eos_token": ["</s>"]}'), "eos_token is"),
+        (lambda path: (path / "tokenizer_config.json").write_text('{"bos_token": {"a": 1}}'), "bos_token is"),
+        (lambda path: (path / "tokenizer_config.json").write_text('{"chat_template": 5}'), "chat_template must be"),
+        (lambda path: (path / "tokenizer_config.json").write_text('{"chat_template": ["a"]}'), "chat_template must be"),
+        (
+            lambda path: (path / "tokenizer_config.json").write_text('{"chat_template": [{"name": "a"}]}'),
+            "must be a text",
+        ),
+        (lambda path: (path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"5": "a"}}'), "must map"),
+        (lambda path: (path / "chat_template.jinja").write_bytes(b"\xff\xfe"), "chat_template.jinja is not UTF-8"),
     ],
 )
-def test_bad_files_are_named(tmp_path, spoil, message):
+def test_F54_bad_files_are_named(tmp_path, spoil, message):
     path = folder(tmp_path, byte_level_library())
     spoil(path)
     with pytest.raises(ValueError, match=message):
@@ -221,11 +231,28 @@ def test_gguf_space_prefix_is_a_switch():
         ({"token_type": [1]}, "token_type has 1 entries"),
         ({"bos_token_id": 10**6}, "bos_token_id is 1000000"),
         ({"merges": ["zzz qqq"]}, "does not fit together"),
+        ({"merges": 5}, "merges is no list of str but 5"),
+        ({"merges": [5]}, "merges is no list of str"),
+        ({"token_type": 1.5}, "token_type is no list of int"),
+        ({"pre": ["gpt-2"]}, "pre is no text"),
+        ({"eot_token_id": "2"}, "eot_token_id is no token id but '2'"),
+        ({"eos_token_id": 1.5}, "eos_token_id is no token id but 1.5"),
     ],
 )
 def test_gguf_vocabularies_that_cannot_be_read_are_refused_by_name(changes, message):
     with pytest.raises(ValueError, match=message):
         Tokenizer.from_gguf(gguf_metadata("gpt2", **changes))
+
+
+def test_F54_a_sentencepiece_vocabulary_with_damaged_settings_is_refused_by_name():
+    for changes, message in (
+        ({"unknown_token_id": 10**9}, "unknown_token_id is"),
+        ({"scores": 5}, "scores is no list"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Tokenizer.from_gguf(gguf_metadata("llama", **changes))
+    with pytest.raises(ValueError, match="chat_template is no text"):
+        Tokenizer.from_gguf(gguf_metadata("llama") | {"tokenizer.chat_template": [1]})
 
 
 @pytest.mark.parametrize("pre", sorted(gguf_vocab.PRE_TOKENIZERS))
