@@ -49,7 +49,8 @@ GPU_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 class LayerCompiler:
     """A torch.compile backend that counts its graphs, times them, and says so while the user waits.
 
-    `backend` does the work: "inductor", or "eager" to count graphs without compiling them.
+    `backend` does the work: "inductor", or "eager" to count graphs without compiling them. Where it cannot (on a CPU it
+    wants a C++ compiler), that is said and the graph runs as it is: slower, with the same result.
     """
 
     def __init__(self, backend: str = "inductor", quiet: bool = False):
@@ -61,7 +62,12 @@ class LayerCompiler:
         if not self.quiet:
             print(f"compiling decoder layer, graph {self.graphs} ...", end="", file=sys.stderr, flush=True)
         start = time.perf_counter()
-        compiled = self.compile_graph(graph, example_inputs)
+        try:
+            compiled = self.compile_graph(graph, example_inputs)
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            cause = str(error).strip().partition("\n")[0]
+            print(f"\ncompile: {cause}\ncompile: running the layer uncompiled instead", file=sys.stderr)
+            return graph.forward
         taken = time.perf_counter() - start
         self.seconds += taken
         if not self.quiet:

@@ -20,6 +20,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -44,14 +45,15 @@ def cache_dir() -> Path:
 
 def build(extra_flags: tuple[str, ...] = ()) -> Path:
     """The shared library for this machine, built if the cache has none; raises BuildError without a compiler."""
-    wanted = os.environ.get("CXX")
-    compiler = shutil.which(wanted) if wanted else shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    wanted = os.environ.get("CXX", "").strip()  # as make takes it: a compiler, perhaps with flags, or behind a cache
+    commands = [shlex.split(wanted)] if wanted else [["g++"], ["c++"], ["clang++"]]
+    compiler = next(([path, *flags] for name, *flags in commands if (path := shutil.which(name))), None)
     if compiler is None:
         raise BuildError(f"no C++ compiler ({wanted or 'g++, c++, clang++'}) on the path: install one, or set CXX")
     sources = [Path(__file__).with_name(name) for name in SOURCES]
     flags = (*FLAGS, *extra_flags)
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    key = hashlib.sha256("\0".join([version, *flags, _processor()]).encode())
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
+    key = hashlib.sha256("\0".join([version, *compiler[1:], *flags, _processor()]).encode())
     for source in sources:
         key.update(source.read_bytes())
     library = cache_dir() / f"kernels-{key.hexdigest()[:24]}.so"
@@ -60,10 +62,10 @@ def build(extra_flags: tuple[str, ...] = ()) -> Path:
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:  # renamed when complete: never half a library
         result = subprocess.run(
-            [compiler, *flags, str(sources[0]), "-o", f"{folder}/kernels.so"], capture_output=True, text=True
+            [*compiler, *flags, str(sources[0]), "-o", f"{folder}/kernels.so"], capture_output=True, text=True
         )
         if result.returncode:
-            raise BuildError(f"{compiler} failed on kernels.cpp:\n{result.stderr[-2000:]}")
+            raise BuildError(f"{' '.join(compiler)} failed on kernels.cpp:\n{result.stderr[-2000:]}")
         os.replace(f"{folder}/kernels.so", library)
     return library
 

@@ -141,3 +141,13 @@ def test_steps_are_captured_on_a_gpu_only_where_no_kernel_waits_for_it(folder, m
     assert llm._graphs(llm.model, llm.kv, None, 4) is None  # the reference attention asks how long the contexts are
     monkeypatch.setattr(kernels, "_backend", "triton")
     assert llm._graphs(llm.model, llm.kv, None, 4).buckets == [1, 2, 4]
+
+
+def test_without_a_cpp_compiler_layers_run_uncompiled_and_say_so(folder, monkeypatch, capsys):
+    plain = LLM(str(folder), kernels="reference", num_blocks=50)
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "/nowhere/g++"))
+    monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
+    compiled = LLM(str(folder), kernels="reference", num_blocks=50, compile=True)
+    assert "running the layer uncompiled instead" in capsys.readouterr().err
+    work = prompts([9, 4])
+    assert answers(compiled, work) == answers(plain, work)

@@ -200,3 +200,15 @@ def test_no_kernel_touches_memory_it_does_not_own():
     runtime = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
     env = {"LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"}
     run_against_build("-fsanitize=address -O1", env)
+
+
+@needs_compiler
+def test_a_compiler_may_come_with_flags(tmp_path, monkeypatch):
+    monkeypatch.setenv("VITRINE_CACHE", str(tmp_path))
+    plain = kernels_build.build(("-O0",))
+    monkeypatch.setenv("CXX", "g++ -g0")
+    flagged = kernels_build.build(("-O0",))
+    assert flagged.is_file() and flagged != plain
+    monkeypatch.setenv("CXX", "g++ --no-such-flag")
+    with pytest.raises(kernels_build.BuildError, match="no-such-flag"):
+        kernels_build.build(("-O0",))
