@@ -13,6 +13,7 @@ pool of pages, and the engine's step loop runs until every request has its answe
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import sys
@@ -44,6 +45,16 @@ def choose(name: str, value, allowed) -> None:
     """Refuse a value that is not one of `allowed`, naming both."""
     if value not in allowed:
         raise ValueError(f"{name}={value!r} is not known; choose one of {', '.join(map(str, allowed))}")
+
+
+def check_types(given: dict) -> None:
+    """Refuse arguments of another type than LLM's signature says: "4" is no block size, and neither is 1.5."""
+    kinds = {"str": (str, os.PathLike), "int": int, "bool": bool, "None": type(None)}
+    for name, parameter in inspect.signature(LLM).parameters.items():
+        value, wanted = given[name], parameter.annotation.split(" | ")
+        right = any(isinstance(value, kinds[kind]) for kind in wanted)
+        if not right or (isinstance(value, bool) and "bool" not in wanted):
+            raise ValueError(f"{name}={value!r}: must be {' or '.join(wanted)}, not {type(value).__name__}")
 
 
 class LLM:
@@ -101,6 +112,7 @@ class LLM:
         trace: bool = False,
         quiet: bool = True,
     ):
+        check_types(locals())
         choose("dtype", dtype, ["auto", *DTYPES])
         choose("kv_dtype", kv_dtype, ["auto", *DTYPES])
         choose("prefix_cache", prefix_cache, [*PREFIX_CACHES, "none"])
@@ -182,9 +194,11 @@ class LLM:
         params: SamplingParams | list[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Answer every prompt (text, or token ids), in order. One bad prompt raises ValueError before any is run."""
+        if not isinstance(prompts, (str, list, tuple)):
+            raise ValueError(f"prompts={repr(prompts)[:60]}: must be a text, a list of token ids, or a list of those")
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
-        params = params if isinstance(params, list) else [params or SamplingParams()] * len(prompts)
+        params = params if isinstance(params, (list, tuple)) else [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(
                 f"{len(prompts)} prompts but {len(params)} SamplingParams: give one for all or one for each"
@@ -207,6 +221,10 @@ class LLM:
 
     def add(self, prompt: str | list[int], params: SamplingParams, **options) -> Request:
         """Queue a prompt without running it; `engine.step()` does that."""
+        if not isinstance(prompt, (str, list, tuple)):
+            raise ValueError(f"prompt {repr(prompt)[:60]} is neither a text nor a list of token ids")
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params={repr(params)[:60]}: must be SamplingParams, not {type(params).__name__}")
         text = prompt if isinstance(prompt, str) else None
         ids = self.tokenizer.encode(prompt) if text is not None else prompt
         return self.engine.add(ids, params, text, **options)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class CompletionOutput:
-    """One answer. `finish_reason`: "stop", "length", "abort" or "error"; `stop_reason`: the string or id that stopped it."""
+    """One answer. `finish_reason` is "stop", "length", "abort" or "error"; `stop_reason` is what stopped it."""
 
     index: int
     text: str

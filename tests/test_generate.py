@@ -1,0 +1,69 @@
+"""The library's front door: what LLM and its methods refuse, before anything is queued."""
+
+import re
+
+import pytest
+import tiny
+
+from generate import LLM
+from sampling_params import SamplingParams
+
+ONE = SamplingParams(temperature=0, max_tokens=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return str(tiny.hf_folder(tmp_path_factory.mktemp("m") / "m", "llama"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder) -> LLM:
+    return LLM(folder, kernels="reference", num_blocks=40)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        {"block_size": "4"},
+        {"block_size": True},
+        {"num_blocks": 2.5},
+        {"max_num_seqs": 1.5},
+        {"max_num_batched_tokens": 2.5},
+        {"max_model_len": 100.5},
+        {"kv_memory": "1G"},
+        {"threads": 1.5},
+        {"seed": "x"},
+        {"speculate": 5},
+        {"num_speculative_tokens": 1.5},
+        {"device": 0},
+        {"compile": "yes"},
+        {"model": None},
+    ],
+)
+def test_F64_arguments_of_a_wrong_type_are_refused_by_name(folder, argument):
+    ((name, value),) = argument.items()
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}: must be")):
+        LLM(**({"model": folder} | argument))
+
+
+@pytest.mark.parametrize("prompts", [b"the cat", None, 5, {"prompt": "x"}, [b"the"], [None], [5.0], ["a", 3]])
+def test_F25_what_is_no_prompt_is_refused(llm, prompts):
+    with pytest.raises(ValueError, match="prompt"):
+        llm.generate(prompts, ONE)
+    assert llm.stats()["live"] == 0 and not llm.engine.requests
+
+
+@pytest.mark.parametrize("prompts", ["", [""], [[]], ["the cat", ""]])
+def test_F25_an_empty_prompt_fails_the_call_and_nothing_stays(llm, prompts):
+    with pytest.raises(ValueError, match="prompt is empty"):
+        llm.generate(prompts, ONE)
+    assert llm.stats()["live"] == 0 and not llm.engine.requests
+    assert llm.generate([], ONE) == []
+
+
+def test_parameters_come_one_for_all_or_one_for_each(llm):
+    both = llm.generate(("the cat", [3, 4]), (ONE, ONE))
+    assert [len(output.outputs[0].token_ids) for output in both] == [1, 1]
+    for params in ([], (ONE,), [ONE, None], {"max_tokens": 2}):
+        with pytest.raises(ValueError, match="SamplingParams"):
+            llm.generate(["the cat", "the dog"], params)
