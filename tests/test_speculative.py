@@ -256,6 +256,22 @@ def test_F43_padding_may_differ_but_not_the_tokens(tmp_path):
     check_same_tokens(plain.tokenizer, plain.tokenizer)
 
 
+def test_a_quantised_copy_can_be_the_draft(tmp_path):
+    folder = str(tiny.hf_folder(tmp_path / "m", "llama"))
+    options = {"kernels": "reference", "num_blocks": 40}
+    plain = LLM(folder, **options)
+    llm = LLM(folder, **options, speculate=f"draft:{folder}", draft_quant="int8")
+    assert llm.engine.speculator.proposer.model.weight_bytes < llm.model.weight_bytes / 2
+    llm.engine.speculator.step = None
+    params = dataclasses.replace(GREEDY, max_tokens=24)
+    a, b = (m.generate(["the cat sat"], params)[0].outputs[0].token_ids for m in (llm, plain))
+    assert a == b and llm.stats()["accepted"] > 0.5 * llm.stats()["drafted"]
+    with pytest.raises(ValueError, match="draft_quant='int8' needs speculate='draft:"):
+        LLM(folder, **options, draft_quant="int8")
+    with pytest.raises(ValueError, match="num_speculative_tokens=0"):
+        LLM(folder, **options, speculate="ngram", num_speculative_tokens=0)
+
+
 @pytest.mark.parametrize("wrong", ("ngrams", "self:0", "self:2", "self:x", "draft:", "ngram:3"))
 def test_unknown_proposers_are_refused_by_name(tmp_path, wrong):
     folder = tiny.hf_folder(tmp_path / "m", "llama")
