@@ -23,7 +23,7 @@ from collections.abc import Iterator
 import torch
 
 import kernels
-from checkpoint import open_checkpoint
+from checkpoint import Checkpoint, open_checkpoint
 from compiled import GPU_BUCKETS, DecodeGraphs, LayerCompiler, cuda_capture, tape_capture
 from draft_model import DraftModel, make_proposer
 from engine import Engine
@@ -122,7 +122,7 @@ class LLM:
             raise ValueError(f"num_speculative_tokens={num_speculative_tokens}: at least 1; speculate=None is off")
         if draft_quant is not None and not (speculate or "").startswith("draft:"):
             raise ValueError(f"draft_quant={draft_quant!r} needs speculate='draft:<model>', not {speculate!r}")
-        self.quiet, self.max_model_len = quiet, max_model_len
+        self.quiet = quiet
         self.device = choose_device(device)
         kernels_in_use = set_backend(kernels, self.device, threads)
         start = time.perf_counter()
@@ -134,11 +134,10 @@ class LLM:
         self.tokenizer = Tokenizer.from_checkpoint(ckpt)
         threads = threads or os.cpu_count() or 1
         torch.set_num_threads(1)  # loading is many small operations: threads would only wait for each other
-        self.model = Transformer(ckpt, quant, DTYPES[dtype], self.device, self.max_model_len, self._progress)
+        self.model = self._load(ckpt, quant, dtype, activations)
         # Quantised products run on the native kernels' own threads. Those of torch would still spin for a while after
         # each of its operations, on the cores that the next kernel needs.
         torch.set_num_threads(1 if kernels_in_use == "native" and quant else threads)
-        set_activations(self.model, activations)
         self.load_s = time.perf_counter() - start
         kv_type = self.model.dtype if kv_dtype == "auto" else DTYPES[kv_dtype]
         self.kv = self._allocate(block_size, num_blocks, kv_memory, kv_type, max_num_seqs)
@@ -176,11 +175,7 @@ class LLM:
 
             def load_draft(name: str) -> tuple[Transformer, Tokenizer]:
                 ckpt = open_checkpoint(name)
-                draft = Transformer(
-                    ckpt, draft_quant or quant, DTYPES[dtype], self.device, self.max_model_len, self._progress
-                )
-                set_activations(draft, activations)
-                return draft, Tokenizer.from_checkpoint(ckpt)
+                return self._load(ckpt, draft_quant or quant, dtype, activations), Tokenizer.from_checkpoint(ckpt)
 
             rejection = verify == "rejection"
             proposer = make_proposer(speculate, self.model, self.tokenizer, self.kv, load_draft, rejection)
@@ -203,12 +198,12 @@ class LLM:
             raise ValueError(
                 f"{len(prompts)} prompts but {len(params)} SamplingParams: give one for all or one for each"
             )
-        return self._answer([(prompt, None) for prompt in prompts], params)
+        return self._answer(prompts, params)
 
     def chat(self, messages: list[dict], params: SamplingParams | None = None, **template_options) -> RequestOutput:
         """Answer a conversation [{"role": ..., "content": ...}, ...] through the model's chat template."""
         ids = self.tokenizer.encode_chat(messages, **template_options)
-        return self._answer([(ids, None)], [params or SamplingParams(max_tokens=None)])[0]
+        return self._answer([ids], [params or SamplingParams(max_tokens=None)])[0]
 
     def stream(self, prompt: str | list[int], params: SamplingParams | None = None) -> Iterator[Delta]:
         """The answer as it is made. Closing the generator early aborts the request."""
@@ -239,10 +234,10 @@ class LLM:
 
     # -- putting it together
 
-    def _answer(self, prompts: list[tuple], params: list[SamplingParams]) -> list[RequestOutput]:
+    def _answer(self, prompts: list[str | list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
         requests: list[Request] = []
         try:
-            for (prompt, _), p in zip(prompts, params, strict=True):
+            for prompt, p in zip(prompts, params, strict=True):
                 requests.append(self.add(prompt, p))
             while not all(request.finished for request in requests):
                 self.engine.step()
@@ -250,6 +245,11 @@ class LLM:
             for request in requests:
                 self.engine.abort(request)
         return [request.output() for request in requests]
+
+    def _load(self, ckpt: Checkpoint, quant: str | None, dtype: str, activations: str) -> Transformer:
+        model = Transformer(ckpt, quant, DTYPES[dtype], self.device, self.max_model_len, self._progress)
+        set_activations(model, activations)
+        return model
 
     def _context(self, wanted: int | None) -> int:
         most = self.config.max_position_embeddings
@@ -297,7 +297,7 @@ class LLM:
             self.compiler = LayerCompiler(quiet=self.quiet)
             self.compiler.install(self.model)
         for prompt in ([0], [0, 0, 0]):
-            self._answer([(prompt, None)], [SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)])
+            self._answer([prompt], [SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)])
         self.scheduler.drop_cache()
 
     def _graphs(self, model: Transformer, kv: KVCache, quant: str | None, max_num_seqs: int) -> DecodeGraphs | None:
