@@ -18,6 +18,7 @@ Source: OpenAI's API reference; vLLM's "OpenAI-compatible server". Left out: ima
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -57,7 +58,8 @@ class Body(BaseModel):
             if name in UNSUPPORTED and value is not None and value not in UNSUPPORTED[name]:
                 raise ApiError(400, f"{name!r} is not supported by this server; leave it out", name, "unsupported")
             if name not in UNSUPPORTED:
-                ignored.append(ascii(name[:40])[1:-1])
+                shown = ascii(name[:40])  # quoted, unless it is a plain word: an edge of blanks is no header value
+                ignored.append(shown[1:-1] if re.fullmatch(r"[\w.-]+", name[:40], re.ASCII) else shown)
         return {"X-Ignored-Fields": ", ".join(ignored[:20])} if ignored else {}
 
 

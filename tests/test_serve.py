@@ -127,6 +127,16 @@ def test_unknown_fields_are_named_and_unsupported_ones_refused(server):
     answer = server.http.post("/v1/completions", json={"prompt": "x", "max_token": 3, "store": True, "max_tokens": 1})
     assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == "max_token, store"
     assert "x-ignored-fields" not in server.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).headers
+
+
+@pytest.mark.parametrize("stream", (False, True))
+@pytest.mark.parametrize("name", ("", " edge ", "a\r\nX-Forged: 1", "\x7f", "\t", "ключ", "x" * 500))
+def test_F64_any_name_of_an_unknown_field_makes_a_legal_header(server, name, stream):
+    body = {"prompt": "x", "max_tokens": 1, "stream": stream, name: 1}
+    answer = server.http.post("/v1/completions", json=body)
+    assert answer.status_code == 200 and "x-forged" not in answer.headers
+    shown = answer.headers["x-ignored-fields"]
+    assert shown == shown.strip() and len(shown) > 0 and shown.isascii()
     assert server.complete(expect=400, suffix="y")["error"]["code"] == "unsupported"
     assert server.complete(suffix=None, max_tokens=1)
     assert server.chat(expect=400, functions=[{"name": "f"}])["error"]["param"] == "functions"
