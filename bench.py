@@ -5,6 +5,7 @@
     python bench.py versus --quant int4 --compile --peer "python other_bench.py model.gguf" --rounds 3
     python bench.py perplexity --quant int4          (bench_quality.py)
     python bench.py profile --quant int4 --compile   (bench_quality.py)
+    python bench.py serve | simulate | size          load over HTTP, the scheduler alone, what fits: each has --help
 
 Prefill and decode are two numbers, always: prefill is bound by arithmetic, decode by the bytes of the weights. Both are
 measured through the engine as a user drives it, scheduling, sampling and detokenising included:
@@ -15,7 +16,7 @@ measured through the engine as a user drives it, scheduling, sampling and detoke
 
 Every figure is printed for every repetition, never only the best one. `versus` alternates with another program
 (A B A B ...) that prints the same JSON keys, because a shared machine drifts: only ratios within one run mean anything.
-Left out: load over HTTP, which is another subject than the speed of a step.
+Every command takes --json: one object on stdout, and nothing else.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ import torch
 import bench_ideas
 import bench_quality
 import bench_serve
+import bench_size
 import kernels
+import simulate
 from cli import add_engine_flags, engine_arguments
 from generate import LLM
 from roofline import decode_floor, read_bandwidth
@@ -174,6 +177,18 @@ def run_profile(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_simulate(argv: list[str]) -> int:
+    simulate.main(argv if "--cost" in argv else ["--simulate", *argv])
+    return 0
+
+
+OTHERS = {  # commands with a parser of their own: {name: (run, what it is)}
+    "serve": (bench_serve.main, "load a server and see what its clients wait for"),
+    "simulate": (run_simulate, "drive the scheduler alone with a synthetic workload"),
+    "size": (bench_size.main, "what a model needs, what fits, and the floors: nothing is loaded"),
+}
+
+
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("bench.py", description="Measure the vitrine engine.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -199,6 +214,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     versus.add_argument("--rounds", type=int, default=3, metavar="N")
     bench_ideas.add_flags(command("ideas", bench_ideas.run, "what each idea buys, one switch flipped at a time"))
     text.add_argument("--text", metavar="FILE", help="another text than data/alice.txt")
+    for name, (_, about) in OTHERS.items():
+        commands.add_parser(name, help=about, add_help=False)
     args = parser.parse_args(argv)
     for name in ("prompt", "gen", "repeat", "rounds"):
         if getattr(args, name, 1) < 1:
@@ -225,8 +242,8 @@ def engine_flags(args: argparse.Namespace) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["serve"]:
-        return bench_serve.main(argv[1:])
+    if argv[:1] and argv[0] in OTHERS:
+        return OTHERS[argv[0]][0](argv[1:])
     args = parse_arguments(argv)
     try:
         return args.run(args)

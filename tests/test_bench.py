@@ -76,6 +76,11 @@ def test_profile_accounts_for_the_step(folder, capsys):
     assert "attention" in result["2"]["kernels"]
 
 
+def test_the_simulator_is_a_command(capsys):
+    assert bench.main(["simulate", "--requests", "20", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["requests"] == 20
+
+
 @pytest.mark.parametrize("arguments", (["--prompt", "0"], ["--batch", "0"], ["--gen", "-1"]))
 def test_bad_sizes_are_refused(arguments, capsys):
     with pytest.raises(SystemExit):

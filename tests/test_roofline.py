@@ -20,5 +20,12 @@ def test_the_bandwidth_is_measured_with_the_threads_of_the_kernels(monkeypatch):
         kernels.set_threads(before[1])
 
 
+def test_the_arithmetic_ceiling_counts_two_operations_a_product(monkeypatch):
+    monkeypatch.setattr(roofline, "best_time", lambda work, repeats: work() * 0 + 0.5)
+    for dtype in (torch.float32, torch.bfloat16, torch.int8):
+        assert roofline.matrix_rate(dtype, size=64) == 2 * 64**3 / 0.5
+    assert roofline.prefill_floor(100e9, 7e9, 1000) == 140
+
+
 def test_the_floor_is_bandwidth_over_the_bytes_of_a_token():
     assert roofline.decode_floor(30e9, 80e6, 20e6) == 300
