@@ -2,7 +2,7 @@
 
     python bench.py decode --quant int4 --compile --prompt 512 --gen 128 --batch 1 8 32 --threads 2 --json
     python bench.py ideas                                  each idea against its switch turned off: bench_ideas.py
-    python bench.py versus --quant int4 --compile --peer "python other_bench.py model.gguf" --rounds 3
+    python bench.py versus --quant int4 --compile --peer transformers --peer "python other_bench.py model.gguf"
     python bench.py perplexity --quant int4          (bench_quality.py)
     python bench.py profile --quant int4 --compile   (bench_quality.py)
     python bench.py serve | simulate | size          load over HTTP, the scheduler alone, what fits: each has --help
@@ -14,8 +14,9 @@ measured through the engine as a user drives it, scheduling, sampling and detoke
     decode    --batch sequences with 16-token prompts, --gen tokens each: all their tokens over the time of the steps
               after the first, so that no prefill is in it
 
-Every figure is printed for every repetition, never only the best one. `versus` alternates with another program
-(A B A B ...) that prints the same JSON keys, because a shared machine drifts: only ratios within one run mean anything.
+Every figure is printed for every repetition, never only the best one. `versus` alternates with other programs (A B C
+A B C ...) that print the same JSON keys, because a shared machine drifts: only ratios within one run mean anything.
+bench_peers.py drives transformers and llama.cpp for it.
 Every command takes --json: one object on stdout, and nothing else.
 """
 
@@ -23,10 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
-import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -34,20 +32,17 @@ from collections.abc import Callable
 import torch
 
 import bench_ideas
+import bench_peers
 import bench_quality
 import bench_serve
 import bench_size
 import kernels
 import simulate
+from bench_peers import random_prompt
 from cli import add_engine_flags, engine_arguments
 from generate import LLM
 from roofline import decode_floor, read_bandwidth
 from sampling_params import SamplingParams
-
-
-def random_prompt(llm: LLM, length: int, seed: int) -> list[int]:
-    draw = random.Random(seed)
-    return [draw.randrange(100, llm.config.vocab_size - 100) for _ in range(length)]
 
 
 def prefill_rate(llm: LLM, length: int, seed: int) -> float:
@@ -55,7 +50,7 @@ def prefill_rate(llm: LLM, length: int, seed: int) -> float:
     llm.scheduler.drop_cache()
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     start = time.perf_counter()
-    llm.generate(random_prompt(llm, length, seed), params)
+    llm.generate(random_prompt(llm.config.vocab_size, length, seed), params)
     return length / (time.perf_counter() - start)
 
 
@@ -63,7 +58,7 @@ def decode_rate(llm: LLM, batch: int, tokens: int) -> float:
     """Tokens per second of `batch` sequences together, each computing one token a step."""
     llm.scheduler.drop_cache()
     params = SamplingParams(temperature=0, max_tokens=tokens + 1, ignore_eos=True)
-    requests = [llm.add(random_prompt(llm, 16, seed), params) for seed in range(batch)]
+    requests = [llm.add(random_prompt(llm.config.vocab_size, 16, seed), params) for seed in range(batch)]
     while any(request.first_token is None for request in requests):
         llm.engine.step()
     done = sum(len(request.choices[0].token_ids) for request in requests)
@@ -113,36 +108,33 @@ def run_decode(args: argparse.Namespace) -> int:
 
 
 def run_versus(args: argparse.Namespace) -> int:
-    """Alternate with a peer and print medians of every round and of their ratios."""
+    """Take turns with the peers and print medians, and the ratios of every round."""
     ours = [sys.executable, __file__, "decode", "--json", *args.forwarded]
     sizes = ["--prompt", str(args.prompt), "--gen", str(args.gen), "--repeat", str(args.repeat)]
     sizes += ["--threads", str(args.threads or 2), "--batch", *map(str, args.batch)]
+    peers = bench_peers.commands(args.peer, args.model)
     rounds = []
     for i in range(args.rounds):
-        pair = {}
-        for name, command in (("vitrine", ours), ("peer", shlex.split(args.peer))):
+        found = {}
+        for name, command in {"vitrine": ours, **peers}.items():
             print(f"round {i + 1}/{args.rounds}: {name} ...", file=sys.stderr, flush=True)
-            done = subprocess.run([*command, *sizes], capture_output=True, text=True)
-            if done.returncode:
-                raise ValueError(f"{name} failed ({shlex.join(command)}): {done.stderr.strip()[-500:]}")
-            pair[name] = medians(json.loads(done.stdout.strip().splitlines()[-1]))
-        rounds.append(pair)
+            found[name] = medians(bench_peers.figures_of(name, [*command, *sizes]))
+        rounds.append(found)
     rows = {}
     for row in rounds[0]["vitrine"]:
-        a, b = ([pair[name][row] for pair in rounds] for name in ("vitrine", "peer"))
-        ratios = [x / y for x, y in zip(a, b, strict=True)]
-        rows[row] = {
-            "vitrine": statistics.median(a),
-            "peer": statistics.median(b),
-            "ratio": round(statistics.median(ratios), 2),
-            "ratios": [round(r, 2) for r in ratios],
-        }
+        rows[row] = {"vitrine": statistics.median(found["vitrine"][row] for found in rounds), "peers": {}}
+        for name in peers:
+            ratios = [round(found["vitrine"][row] / found[name][row], 2) for found in rounds]
+            rate = statistics.median(found[name][row] for found in rounds)
+            rows[row]["peers"][name] = {"tok_s": rate, "ratio": statistics.median(ratios), "ratios": ratios}
     if args.json:
         print(json.dumps(rows))
         return 0
-    print(f"{'':12} {'vitrine':>9} {'peer':>9}   ratio (of each round)")
-    for row, r in rows.items():
-        print(f"{row:12} {r['vitrine']:9.1f} {r['peer']:9.1f}   {r['ratio']:.2f} {r['ratios']}")
+    for name in peers:
+        print(f"{'tok/s':12} {'vitrine':>9} {name:>16}   ratio (of each round)")
+        for row, r in rows.items():
+            peer = r["peers"][name]
+            print(f"{row:12} {r['vitrine']:9.1f} {peer['tok_s']:16.1f}   {peer['ratio']:.2f} {peer['ratios']}")
     return 0
 
 
@@ -210,7 +202,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for sub, batches in ((decode, [1, 8, 32]), (versus, [1, 8, 32]), (profile, [1, 32])):
         sub.add_argument("--gen", type=int, default=128, metavar="N", help="tokens each sequence decodes")
         sub.add_argument("--batch", type=int, nargs="+", default=batches, metavar="B")
-    versus.add_argument("--peer", required=True, metavar="COMMAND", help="prints the same JSON keys as decode")
+    versus.add_argument(
+        "--peer",
+        action="append",
+        required=True,
+        metavar="P",
+        help="transformers, llama.cpp:PYTHON:FILE.gguf or a command that prints the keys of decode; may be repeated",
+    )
     versus.add_argument("--rounds", type=int, default=3, metavar="N")
     bench_ideas.add_flags(command("ideas", bench_ideas.run, "what each idea buys, one switch flipped at a time"))
     text.add_argument("--text", metavar="FILE", help="another text than data/alice.txt")

@@ -40,7 +40,8 @@ def test_versus_alternates_and_gives_ratios(folder, tmp_path, capsys):
     command = ["versus", "--model", folder, "--peer", f"{sys.executable} {peer}", "--rounds", "2", *SIZES]
     result = result_of(capsys, *command)
     assert set(result) == {"prefill", "decode x1", "decode x3"}
-    assert len(result["decode x1"]["ratios"]) == 2 and result["decode x1"]["peer"] == 2.0
+    peer = result["decode x1"]["peers"]["peer"]
+    assert len(peer["ratios"]) == 2 and peer["tok_s"] == 2.0 and result["decode x3"]["peers"]["peer"]["tok_s"] == 4.0
     calls = log.read_text().splitlines()
     assert len(calls) == 2 and "--prompt 20 --gen 4" in calls[0] and "--batch 1 3" in calls[0]
 
