@@ -37,9 +37,9 @@ import torch
 from torch import nn
 
 from block_tables import BlockTables
-from engine import build_batch
 from guided import GuidedAnswer
 from kv_paged import BlockPool, KVCache
+from layout import build_batch
 from model import Batch, Transformer
 from radix import RadixCache
 from request import Choice

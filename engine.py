@@ -6,7 +6,7 @@ may depend on what else was running.
 The idea is the whole engine: catch up. A sequence knows its tokens and how many of them are in the cache. A step is
 
     schedule   which sequences compute how many of their missing tokens                 (scheduler.py)
-    lay out    those tokens as one flat run, with positions, slots and page tables      (build_batch)
+    lay out    those tokens as one flat run, with positions, slots and page tables      (layout.py)
     run        the model once over the run                                             (model.py)
     sample     wherever the last known token of a sequence was computed                (sampling.py)
     accept     the new token: text, stop, end; finished sequences give back their blocks (request.py)
@@ -31,17 +31,19 @@ by whoever calls step().
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import sys
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 
 import torch
 
 from beam import BeamSearch, Heir
 from guided import Guides
 from kv_paged import KVCache, blocks_needed
+from layout import build_batch
 from model import Batch, Transformer
 from overlap import Overlap
 from request import Choice, Delta, Request
@@ -150,8 +152,15 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Delta]:
-        """Compute one step and return what it added to whom."""
-        return self.run(*self.plan()) if self.overlap is None else self.overlap.step()
+        """Compute one step and return what it added to whom. Whatever goes wrong ends requests, never the engine."""
+        try:
+            return self.run(*self.plan()) if self.overlap is None else self.overlap.step()
+        except Exception as error:  # not in the model's part of the step, so nobody's place in the plan can be trusted
+            if self.overlap is not None:
+                self.overlap.land()
+            deltas = self.fail(self.requests.values(), error)
+            self.scheduler.drop_cache()
+            return deltas
 
     def plan(self) -> tuple[Step, list[Choice]]:
         """Choose the next step; also the choices that carry guesses or forced tokens behind their last one."""
@@ -160,7 +169,10 @@ class Engine:
         if drafted:
             self._drop_unscheduled(step, drafted)
         if self.trace:
-            self.trace(step.describe())
+            try:
+                self.trace(step.describe())
+            except Exception as error:
+                self.trace = note(f"the trace is switched off: {type(error).__name__}: {error}")
         return step, drafted
 
     def run(
@@ -182,10 +194,13 @@ class Engine:
         except Exception as error:  # whatever went wrong, it went wrong for the requests of this step
             self.scheduler.fail(step)
             return deltas + self.fail([seq.request.request for seq, _ in step.entries], error)
-        for choice in drafted:
-            if choice.num_guessed:
-                self.speculator.observe(choice)
-        return deltas + [delta for request in searches for delta in self._advance_beams(request)]
+        self._observe([choice for choice in drafted if choice.num_guessed])
+        for request in searches:
+            try:
+                deltas += self._advance_beams(request)
+            except Exception as error:
+                deltas += self.fail([request], error)
+        return deltas
 
     def lay_out(self, step: Step, rows: list[range]) -> Batch:
         """The batch of a step; `rows` as `wanted_rows` has them."""
@@ -213,9 +228,20 @@ class Engine:
             guesses = self.speculator.propose(choices, [_room(choice) for choice in choices])
             return [c.guided.trim(g) if c.guided is not None else g for c, g in zip(choices, guesses, strict=True)]
         except Exception as error:
-            print(f"speculation is switched off: {type(error).__name__}: {error}", file=sys.stderr)
-            self.speculator = None
+            self._stop_guessing(error)
             return [[] for _ in choices]
+
+    def _observe(self, choices: list[Choice]) -> None:
+        """Tell the speculator how its guesses fared."""
+        try:
+            for choice in choices:
+                self.speculator.observe(choice)
+        except Exception as error:
+            self._stop_guessing(error)
+
+    def _stop_guessing(self, error: Exception) -> None:
+        note(f"speculation is switched off: {type(error).__name__}: {error}")
+        self.speculator = None
 
     def _drop_unscheduled(self, step: Step, drafted: list[Choice]) -> None:
         """Guesses that this step does not compute are forgotten: for want of budget or blocks, or preempted."""
@@ -300,12 +326,9 @@ class Engine:
     def _advance_beams(self, request: Request) -> list[Delta]:
         """One step of a beam search: heirs go on or are forked off, beams without heirs end, and so may the search."""
         search = request.beams
-        try:
-            heirs = search.choose()
-            if not heirs and not search.finished:
-                raise ValueError("no continuation is possible: logit_bias or the structure forbids every token")
-        except ValueError as error:
-            return self.fail([request], error)
+        heirs = search.choose()
+        if not heirs and not search.finished:
+            raise ValueError("no continuation is possible: logit_bias or the structure forbids every token")
         request.first_token = request.first_token or time.perf_counter()
         beams: dict[Choice, Heir] = {}
         for heir in heirs:  # the first heir goes on in its parent's sequence, the others in forks of it
@@ -385,9 +408,10 @@ class Engine:
         request.choices.append(child.request)
         return child.request
 
-    def fail(self, requests: list[Request], error: Exception) -> list[Delta]:
-        cause = f"{type(error).__name__}: {error}"
-        print(f"{len(requests)} request(s) failed: {cause}", file=sys.stderr)
+    def fail(self, requests: Iterable[Request], error: Exception) -> list[Delta]:
+        """End requests with the cause; one that is named more than once, for its several answers, ends once."""
+        cause, requests = f"{type(error).__name__}: {error}", list(dict.fromkeys(requests))
+        note(f"{len(requests)} request(s) failed: {cause}")
         return [delta for request in requests for delta in self._end(request, "error", cause)]
 
     def _end(self, request: Request, reason: str, error: str | None = None) -> list[Delta]:
@@ -412,34 +436,7 @@ def _room(choice: Choice) -> int:
     return choice.request.max_tokens - choice.state.n_output - 1
 
 
-def build_batch(step: Step, rows: list[range], block_size: int, device: torch.device | str) -> Batch:
-    """Lay the tokens of a step out as one flat run; `rows` are the positions of each entry whose logits are wanted."""
-    tokens, positions, slots, starts, wanted = [], [], [], [0], []
-    for (seq, n), positions_wanted in zip(step.entries, rows, strict=True):
-        start, table = seq.num_computed, seq.block_table
-        wanted += [starts[-1] + p - start for p in positions_wanted]
-        tokens += seq.tokens[start : start + n]
-        positions += range(start, start + n)
-        slots += [table[p // block_size] * block_size + p % block_size for p in range(start, start + n)]
-        starts.append(starts[-1] + n)
-    sequences = [seq for seq, _ in step.entries]
-    # At least two of each, with empty ones as padding: torch.compile takes a size of one for a constant.
-    width = max(2, *(len(seq.block_table) for seq in sequences))
-    padding = [[0] * width] * (2 - len(sequences))
-    tables = [seq.block_table + [0] * (width - len(seq.block_table)) for seq in sequences] + padding
-    lens = [seq.num_computed + n for seq, n in step.entries] + [0] * len(padding)
-
-    def tensor(values, dtype=torch.int64) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
-
-    rows_of = tensor([tokens, positions, slots]).unbind()
-    return Batch(
-        tokens=rows_of[0],
-        positions=rows_of[1],
-        slot_mapping=rows_of[2],
-        block_tables=tensor(tables, torch.int32),
-        query_start=tensor(starts + starts[-1:] * len(padding), torch.int32),
-        context_lens=tensor(lens, torch.int32),
-        logit_rows=tensor(wanted),
-        one_each=len(wanted) == len(tokens) == len(sequences),
-    )
+def note(line: str) -> None:
+    """Say something on stderr, if anyone still listens there."""
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.stderr)

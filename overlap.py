@@ -90,6 +90,12 @@ class Overlap:
             deltas += engine.run(step, [], rows, batch)
         return deltas
 
+    def land(self) -> None:
+        """Wait for a step that is on its way, and forget it: its memory is about to change hands."""
+        if self.flight is not None:
+            self.flight.logits.exception()
+            self.flight = None
+
     def _plain_decodes(self, step: Step) -> list[Choice] | None:
         """The choices of a step in which each computes just its last token and needs nothing else; else None."""
         choices = [seq.request for seq, n in step.entries if n == seq.num_new == 1]

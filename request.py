@@ -76,7 +76,7 @@ class Delta:
     error: str | None = None
 
 
-@dataclass
+@dataclass(eq=False)  # a request is itself, whatever another one says
 class Request:
     """A prompt and what is asked of it. `max_tokens` is what both the user and the context allow."""
 
