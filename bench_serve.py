@@ -2,6 +2,8 @@
 
     python bench.py serve --quant int4 --compile --concurrency 32 --requests 128          closed loop
     python bench.py serve --rate 4 --workload shared --ttft-bound 0.5 --plot load.png     Poisson arrivals
+    python bench.py serve --rates 1 2 4 8 --quant int4 --compile                          latency against load
+    python bench.py serve --concurrency 32 --quant int4 --compile --peer COMMAND          in turn with another engine
     python bench.py serve --url http://127.0.0.1:8080 --json                              another server
 
 The problem. Tokens per second of a full batch say little about a service. Users wait for the first token, then read at
@@ -20,6 +22,9 @@ TTFT is from sending a request to its first token, TPOT the mean time of the tok
 between two chunks as they arrive (the longest of them is a stall that a reader sees). Goodput counts the requests per
 second that kept both bounds: an answer that comes too late is worth nothing.
 
+A --peer (as in `bench.py versus`) decodes as many sequences as there are clients, at the same threads and lengths, in
+turn with the server (A B A B): its bare loop, beside answers that came over HTTP with their prompts computed.
+
 Source: Zhong et al., "DistServe" (OSDI 2024), section 2, for goodput. Left out: lengths and arrivals taken from traces
 of real services, which no longer fit one screen.
 """
@@ -28,18 +33,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import math
+import os
 import random
 import re
+import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
+
+import bench_peers
 
 WORDS = "time year people way day man thing woman life child world school state family student group country".split()
 QUANTILES = (50, 95, 99)
@@ -144,18 +154,20 @@ async def session(number: int, args: argparse.Namespace, url: str) -> list[Answe
     return answers
 
 
-async def crowd(args: argparse.Namespace, run: Callable[[int], Awaitable[list[Answer]]]) -> list[Answer]:
-    """All sessions, in closed loop or at Poisson arrivals."""
+async def crowd(
+    args: argparse.Namespace, run: Callable[[int], Awaitable[list[Answer]]], rate: float | None, first: int
+) -> list[Answer]:
+    """All sessions, counted from `first`: at Poisson arrivals, or without a rate in closed loop."""
     answers: list[Answer] = []
-    if args.rate:
+    numbers = iter(range(first, first + args.requests))
+    if rate:
         draw, tasks = random.Random(args.load_seed), []
-        for number in range(args.requests):
+        for number in numbers:
             tasks.append(asyncio.create_task(run(number)))
-            await asyncio.sleep(draw.expovariate(args.rate))
+            await asyncio.sleep(draw.expovariate(rate))
         for done in await asyncio.gather(*tasks):
             answers += done
         return answers
-    numbers = iter(range(args.requests))
 
     async def client() -> None:
         for number in numbers:
@@ -176,12 +188,9 @@ def percentile(values: list[float], q: float) -> float | None:
 
 def summary(answers: list[Answer], seconds: float, ttft_bound: float, tpot_bound: float) -> dict:
     """The figures, as --json prints them. Times are in seconds."""
-    good = [answer for answer in answers if answer.error is None]
-    columns = {
-        "ttft_s": [answer.ttft for answer in good],
-        "tpot_s": [answer.tpot for answer in good if answer.tpot is not None],
-        "inter_token_s": [gap for answer in good for gap in answer.gaps],
-    }
+    good = [a for a in answers if a.error is None]
+    columns = {"ttft_s": [a.ttft for a in good], "tpot_s": [a.tpot for a in good if a.tpot is not None]}
+    columns["inter_token_s"] = [gap for answer in good for gap in answer.gaps]
     kept = [a for a in good if a.ttft <= ttft_bound and (a.tpot is None or a.tpot <= tpot_bound)]
     return {
         "requests": len(answers),
@@ -236,11 +245,13 @@ def plot(answers: list[Answer], path: Path) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `bench.py serve`, beside those of the engine."""
     parser.add_argument("--url", help="of a running server; without it serve.py is started with the engine's flags")
+    parser.add_argument("--model", action="append", metavar="M", help="of the server that is started, and of a peer")
     parser.add_argument("--api-key", metavar="KEY")
     parser.add_argument("--workload", choices=("plain", "shared", "turns"), default="plain")
     parser.add_argument("--concurrency", type=int, default=8, metavar="C", help="clients in closed loop")
     parser.add_argument("--rate", type=float, metavar="R", help="Poisson arrivals per second, instead of a closed loop")
-    parser.add_argument("--requests", type=int, default=64, metavar="N", help="sessions in all")
+    parser.add_argument("--rates", type=float, nargs="+", metavar="R", help="one rate after another")
+    parser.add_argument("--requests", type=int, default=64, metavar="N", help="sessions in all, or of each rate")
     parser.add_argument("--prompt", type=int, default=64, metavar="N", help="words of a message")
     parser.add_argument("--gen", type=int, default=64, metavar="N", help="tokens of an answer")
     parser.add_argument("--shared", type=int, default=256, metavar="N", help="words of the common beginning")
@@ -248,54 +259,123 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ttft-bound", type=float, default=1.0, metavar="S", help="for goodput")
     parser.add_argument("--tpot-bound", type=float, default=0.1, metavar="S", help="for goodput")
     parser.add_argument("--load-seed", type=int, default=0, metavar="N", help="of the traffic")
+    parser.add_argument("--peer", action="append", metavar="P", help="another engine, as in versus; may be repeated")
+    parser.add_argument("--rounds", type=int, metavar="N", help="turns of server and peers (default 2)")
+    parser.add_argument("--threads", type=int, metavar="N", help="of the server and of the peers; default: all")
     parser.add_argument("--plot", type=Path, metavar="FILE")
     parser.add_argument("--json", action="store_true")
 
 
-def check_arguments(args: argparse.Namespace) -> None:
-    for name in ("concurrency", "requests", "prompt", "gen", "shared", "turns"):
-        if getattr(args, name) < 1:
+def check_arguments(args: argparse.Namespace, engine_flags: list[str]) -> None:
+    for name in ("concurrency", "requests", "prompt", "gen", "shared", "turns", "rounds", "threads"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name}={getattr(args, name)}: must be at least 1")
-    if args.rate is not None and not 0 < args.rate < math.inf:
-        raise ValueError(f"--rate={args.rate}: must be a positive number of requests per second")
+    for rate in [*([] if args.rate is None else [args.rate]), *(args.rates or [])]:
+        if not 0 < rate < math.inf:
+            raise ValueError(f"a rate of {rate}: must be a positive number of requests per second")
     if args.url and not urlsplit(args.url).hostname:
         raise ValueError(f"--url={args.url!r}: must look like http://127.0.0.1:8000")
+    own = [name for name in ("model", "threads") if getattr(args, name) is not None and not args.peer]
+    if args.url and engine_flags + own:
+        raise ValueError(f"{' '.join(engine_flags + own)}: the server at --url has its own settings; leave them out")
+    if args.rounds and not args.peer:
+        raise ValueError("--rounds counts turns with a --peer: name one")
+    if sum(map(bool, (args.rate, args.rates, args.peer))) > 1:
+        raise ValueError("--rate, --rates and --peer (a closed loop) are three ways to load a server: choose one")
+    if args.plot and (args.rates or args.peer):
+        raise ValueError("--plot draws one load: leave out --rates and --peer")
 
 
-def measure(args: argparse.Namespace, url: str) -> tuple[dict, list[Answer]]:
+def measure(args: argparse.Namespace, url: str, rate: float | None = None, first: int = 0) -> tuple[dict, list[Answer]]:
     """Send the load and sum up. One request goes first, unmeasured: it warms caches up."""
 
     async def load() -> tuple[list[Answer], float]:
-        first = await ask(url, args.api_key, {"messages": [{"role": "user", "content": "warm-up"}], "max_tokens": 4})
-        if first.error not in (None, NOTHING):
-            raise ValueError(f"{url} does not answer: {first.error}")
+        warm = await ask(url, args.api_key, {"messages": [{"role": "user", "content": "warm-up"}], "max_tokens": 4})
+        if warm.error not in (None, NOTHING):
+            raise ValueError(f"{url} does not answer: {warm.error}")
         start = time.perf_counter()
-        answers = await crowd(args, lambda number: session(number, args, url))
+        answers = await crowd(args, lambda number: session(number, args, url), rate, first)
         return answers, time.perf_counter() - start
 
     answers, seconds = asyncio.run(load())
     return summary(answers, seconds, args.ttft_bound, args.tpot_bound), answers
 
 
+def sweep(args: argparse.Namespace, url: str) -> dict:
+    """{"rates": [the figures of each]}; no prompt comes twice, so that no rate finds the cache of another."""
+    found = []
+    for i, rate in enumerate(args.rates):
+        print(f"{rate:g} requests a second ...", file=sys.stderr, flush=True)
+        found.append({"rate": rate} | measure(args, url, rate, i * args.requests)[0])
+    return {"rates": found}
+
+
+def beside(args: argparse.Namespace, url: str) -> dict:
+    """The closed loop in turn with the peers: {"rounds": [figures], "peers": {name: {tok_s, ratio, ratios}}}."""
+    peers = bench_peers.commands(args.peer, args.model[0] if args.model else "smollm2")
+    sizes = ["--prompt", "64", "--gen", str(args.gen), "--repeat", "1", "--batch", str(args.concurrency)]
+    sizes += ["--threads", str(args.threads or os.cpu_count() or 1)]
+    rounds, rates = [], {name: [] for name in peers}
+    for i in range(args.rounds or 2):
+        print(f"round {i + 1} ...", file=sys.stderr, flush=True)
+        rounds.append(measure(args, url, first=i * args.requests)[0])
+        for name, command in peers.items():
+            figures = bench_peers.figures_of(name, [*command, *sizes])
+            rates[name].append(statistics.median(figures["decode_tok_s"][str(args.concurrency)]))
+    found = {}
+    for name, tok_s in rates.items():
+        ratios = [round(ours["tokens_s"] / theirs, 2) for ours, theirs in zip(rounds, tok_s, strict=True)]
+        found[name] = {"tok_s": tok_s, "ratio": statistics.median(ratios), "ratios": ratios}
+    return {"rounds": rounds, "peers": found}
+
+
+def as_text(result: dict) -> str:
+    """What is printed without --json: of one load, of several rates, or of rounds with peers."""
+    if "rates" in result:
+        lines = [f"{'rate':>8} {'tok/s':>8} {'goodput':>8}   TTFT p50, p95 ms     TPOT p50, p95 ms"]
+        for row in result["rates"]:
+            times = [(row[name][q] or 0) * 1e3 for name in ("ttft_s", "tpot_s") for q in ("p50", "p95")]
+            cells = f"{times[0]:9.1f} {times[1]:9.1f}  {times[2]:9.1f} {times[3]:9.1f}"
+            lines.append(f"{row['rate']:8g} {row['tokens_s']:8.1f} {row['goodput_s']:8.2f}  {cells}")
+        return "\n".join(lines)
+    if "peers" not in result:
+        return table(result)
+    ours = [round(figures["tokens_s"], 1) for figures in result["rounds"]]
+    lines = [table(figures) + "\n" for figures in result["rounds"]] + [f"server {ours} tok/s"]
+    for name, peer in result["peers"].items():
+        lines.append(f"{name} {peer['tok_s']} tok/s: the server has {peer['ratio']:.2f} of it {peer['ratios']}")
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def server(args: argparse.Namespace, engine_flags: list[str]) -> Iterator[str]:
+    """The address of the server at --url, or of one that is started with the engine's flags and ended afterwards."""
+    if args.url:
+        yield args.url.rstrip("/").removesuffix("/v1")
+        return
+    command = [sys.executable, str(Path(__file__).with_name("serve.py")), "--port", "0", *engine_flags]
+    command += [word for model in args.model or [] for word in ("--model", model)]
+    command += ["--threads", str(args.threads)] if args.threads else []
+    child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        yield wait_for_address(child)
+    finally:
+        child.terminate()
+        child.wait()
+
+
 def run(args: argparse.Namespace, engine_flags: list[str]) -> int:
     """Measure the server at --url, or one that is started for it."""
-    check_arguments(args)
-    child = None
-    try:
-        url = args.url.rstrip("/").removesuffix("/v1") if args.url else None
-        if url is None:
-            command = [sys.executable, str(Path(__file__).with_name("serve.py")), "--port", "0", *engine_flags]
-            child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-            url = wait_for_address(child)
-        figures, answers = measure(args, url)
-    finally:
-        if child:
-            child.terminate()
-            child.wait()
+    check_arguments(args, engine_flags)
+    with server(args, engine_flags) as url:
+        if args.rates or args.peer:
+            result = sweep(args, url) if args.rates else beside(args, url)
+        else:
+            result, answers = measure(args, url, args.rate)
     if args.plot:
         plot(answers, args.plot)
-    print(json.dumps(figures) if args.json else table(figures))
-    return int(figures["failed"] > 0)
+    print(json.dumps(result) if args.json else as_text(result))
+    return int(any(figures["failed"] for figures in result.get("rates") or result.get("rounds") or [result]))
 
 
 def wait_for_address(child: subprocess.Popen) -> str:

@@ -1,6 +1,7 @@
 """The load generator against a tiny server, and its arithmetic."""
 
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -48,6 +49,53 @@ def test_failures_are_counted_and_told(server, capsys):
     assert bench_serve.main(["--url", "http://127.0.0.1:1"]) == 2 and "does not answer" in capsys.readouterr().err
     for flags in (["--rate", "0"], ["--requests", "0"], ["--url", "nothing"]):
         assert bench_serve.main(flags) == 2
+
+
+def test_latency_against_load(server, capsys):
+    hits = server.in_engine(server.llm().stats)["hit_tokens"]
+    flags = ["--url", server.url, "--rates", "100", "200", "--load-seed", "7", "--requests", "4", "--gen", "5"]
+    assert bench_serve.main([*flags, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rates"]
+    assert [(row["rate"], row["requests"], row["failed"]) for row in rows] == [(100, 4, 0), (200, 4, 0)]
+    assert all(0 < row[name]["p50"] <= row[name]["p95"] for row in rows for name in ("ttft_s", "tpot_s"))
+    template = server.in_engine(server.llm().stats)["hit_tokens"] - hits
+    assert template < 8 * 64  # the template's beginning at most: no prompt was sent twice
+    assert bench_serve.main(flags) == 0 and "TTFT p50, p95" in capsys.readouterr().out
+
+
+def test_a_peer_takes_turns_with_the_server(server, tmp_path, capsys):
+    log, peer = tmp_path / "log", tmp_path / "peer.py"
+    peer.write_text(
+        f"import json, sys\nopen({str(log)!r}, 'a').write(' '.join(sys.argv[1:]) + chr(10))\n"
+        "print(json.dumps({'prefill_tok_s': [1.0], 'decode_tok_s': {'3': [5.0, 7.0]}}))\n"
+    )
+    flags = ["--url", server.url, "--concurrency", "3", "--peer", f"{sys.executable} {peer}", "--threads", "1"]
+    flags += ["--requests", "6", "--gen", "5", "--rounds", "2"]
+    assert bench_serve.main([*flags, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    found = result["peers"]["peer"]
+    assert [figures["requests"] for figures in result["rounds"]] == [6, 6] and found["tok_s"] == [6.0, 6.0]
+    assert found["ratios"] == [round(figures["tokens_s"] / 6, 2) for figures in result["rounds"]]
+    calls = log.read_text().splitlines()
+    assert len(calls) == 2 and "--gen 5 --repeat 1 --batch 3 --threads 1" in calls[0]
+    assert bench_serve.main(flags) == 0 and "peer [6.0, 6.0] tok/s: the server has" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--rates", "1", "-2"], "a rate of -2.0"),
+        (["--rates", "1", "--rate", "2"], "choose one"),
+        (["--rates", "1", "--peer", "transformers"], "choose one"),
+        (["--rates", "1", "--plot", "x.png"], "--plot draws one load"),
+        (["--rounds", "2"], "name one"),
+        (["--url", "http://127.0.0.1:1", "--quant", "int4"], "--quant int4: the server at --url"),
+        (["--url", "http://127.0.0.1:1", "--threads", "2"], "threads: the server at --url"),
+    ],
+)
+def test_loads_that_contradict_each_other(flags, said, capsys):
+    assert bench_serve.main(flags) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_server_of_its_own_and_a_plot(tmp_path, capsys):
