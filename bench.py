@@ -1,7 +1,7 @@
 """What the engine does in a second, measured so that two programs can be laid side by side.
 
     python bench.py decode --quant int4 --compile --prompt 512 --gen 128 --batch 1 8 32 --threads 2 --json
-    python bench.py ideas                                  each idea against its switch turned off: bench_ideas.py
+    python bench.py claims                           each mechanism against its switch turned off: bench_claims.py
     python bench.py versus --quant int4 --compile --peer transformers --peer "python other_bench.py model.gguf"
     python bench.py perplexity --quant int4          (bench_quality.py)
     python bench.py profile --quant int4 --compile   (bench_quality.py)
@@ -26,60 +26,35 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 
 import torch
 
-import bench_ideas
+import bench_claims
 import bench_peers
 import bench_quality
 import bench_serve
 import bench_size
 import kernels
 import simulate
-from bench_peers import random_prompt
+from bench_lab import decode, prefill_rate
 from cli import add_engine_flags, engine_arguments
 from generate import LLM
 from roofline import decode_floor, read_bandwidth
-from sampling_params import SamplingParams
-
-
-def prefill_rate(llm: LLM, length: int, seed: int) -> float:
-    """Prompt tokens per second, to the first token of the answer."""
-    llm.scheduler.drop_cache()
-    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    start = time.perf_counter()
-    llm.generate(random_prompt(llm.config.vocab_size, length, seed), params)
-    return length / (time.perf_counter() - start)
-
-
-def decode_rate(llm: LLM, batch: int, tokens: int) -> float:
-    """Tokens per second of `batch` sequences together, each computing one token a step."""
-    llm.scheduler.drop_cache()
-    params = SamplingParams(temperature=0, max_tokens=tokens + 1, ignore_eos=True)
-    requests = [llm.add(random_prompt(llm.config.vocab_size, 16, seed), params) for seed in range(batch)]
-    while any(request.first_token is None for request in requests):
-        llm.engine.step()
-    done = sum(len(request.choices[0].token_ids) for request in requests)
-    start = time.perf_counter()
-    while llm.engine.has_work:
-        llm.engine.step()
-    return (batch * (tokens + 1) - done) / (time.perf_counter() - start)
 
 
 def measure(args: argparse.Namespace) -> dict:
     """The figures of `decode`: load_s, prefill_tok_s and, per batch size, decode_tok_s, one entry per repetition."""
     llm = LLM(**engine_arguments(args), quiet=False)
     prefill_rate(llm, args.prompt, seed=0)  # warm-up: pages of the pool are touched, caches filled
-    decode_rate(llm, min(args.batch), 8)
+    decode(llm, min(args.batch), 8)
     prefill = [prefill_rate(llm, args.prompt, seed=1 + i) for i in range(args.repeat)]
-    decode = {str(b): [decode_rate(llm, b, args.gen) for _ in range(args.repeat)] for b in args.batch}
+    decoded = {str(b): [decode(llm, b, args.gen)[0] for _ in range(args.repeat)] for b in args.batch}
     bandwidth = read_bandwidth(llm.device)
     return {
         "load_s": round(llm.load_s, 3),
         "prefill_tok_s": [round(rate, 1) for rate in prefill],
-        "decode_tok_s": {b: [round(rate, 1) for rate in rates] for b, rates in decode.items()},
+        "decode_tok_s": {b: [round(rate, 1) for rate in rates] for b, rates in decoded.items()},
         "weight_bytes": llm.model.step_bytes,
         "bandwidth_gb_s": round(bandwidth / 1e9, 2),
         "floor_tok_s": round(decode_floor(bandwidth, llm.model.step_bytes, 0), 1),
@@ -210,7 +185,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="transformers, llama.cpp:PYTHON:FILE.gguf or a command that prints the keys of decode; may be repeated",
     )
     versus.add_argument("--rounds", type=int, default=3, metavar="N")
-    bench_ideas.add_flags(command("ideas", bench_ideas.run, "what each idea buys, one switch flipped at a time"))
+    bench_claims.add_flags(command("claims", bench_claims.run, "what was claimed, and what one switch buys here"))
     text.add_argument("--text", metavar="FILE", help="another text than data/alice.txt")
     for name, (_, about) in OTHERS.items():
         commands.add_parser(name, help=about, add_help=False)

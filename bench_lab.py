@@ -1,23 +1,26 @@
-"""Two sides of one switch: run them in turn, gather what was counted and what the clock said, and lay it out.
+"""Two sides of one switch: run them in turn, and gather what was counted and what the clock said.
 
 Problem. A clock on a shared machine drifts by a tenth within a minute, so a side measured later than the other is
 compared with the weather. And a clock says nothing about why.
 
-Idea. The scheduler is the only part that knows the switches, and it holds no tensors. So the model is loaded once, and
-each run puts a fresh scheduler into the same engine, over the same KV memory:
+Idea. The scheduler is the only part that knows most of the switches, and it holds no tensors. So the model is loaded
+once, and each run puts a fresh scheduler into the same engine, over the same KV memory:
 
     model, KV memory ── engine ── scheduler(batching="static")       round 1: A   round 2: A
                              `─── scheduler(batching="continuous")   round 1:   B round 2:   B
 
-`Watched` is that scheduler, noting the tokens of each step and the seconds of planning. What is counted must be equal
-in all rounds; readings of the clock are kept one by one, and ratios are taken within a round.
+`Watched` is that scheduler, noting the tokens of each step and the seconds of planning. Where the switch is one of the
+model (its bits, its kernels), every side has an engine of its own, and `Lab.use` turns the process-wide settings to the
+side whose turn it is. What is counted must be equal in all rounds; readings of the clock (and of the system's memory
+counters) are kept one by one, and ratios are taken within a round.
 
 Source: the alternation is common practice in benchmarking (paired measurement). Left out: which switches, on which
-workloads, against which claims: bench_ideas.py.
+workloads, against which claims (bench_scheduling.py, bench_speed.py, bench_start.py, bench_guessing.py).
 """
 
 from __future__ import annotations
 
+import gc
 import random
 import statistics
 import time
@@ -26,6 +29,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import log
 
+import torch
+
+import kernels
+from bench_peers import random_prompt
 from generate import LLM
 from kv_paged import BlockPool
 from radix import PREFIX_CACHES
@@ -74,6 +81,34 @@ class Run:
     answers: list[list[int]] = field(default_factory=list)
 
 
+@dataclass
+class Found:
+    """What an experiment found: its sides as `Lab.alternate` gathers them, a sentence with what was measured, and the
+    floor: the most that the mechanism could give here, from counted work or bytes."""
+
+    sides: dict[str, dict]
+    measured: str
+    floor: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A row of the table: what is switched, what was claimed for it, and why a small machine may see something else.
+
+    setting: where the claim was measured. seconds: what the experiment takes in full on two cores, for the progress
+    bar. alone: why the answers of its sides are not compared; None where they must be the same.
+    """
+
+    run: Callable[[Lab], Found]
+    mechanism: str
+    claim: str
+    source: str
+    setting: str
+    why: str
+    seconds: int
+    alone: str | None = None
+
+
 class Watched(Scheduler):
     """The scheduler, which also notes what each step computes and the seconds spent on planning."""
 
@@ -106,16 +141,46 @@ class Watched(Scheduler):
 
 
 class Lab:
-    """What the experiments share: one model (loaded when first needed), the sizes, the workload's seed."""
+    """What the experiments share: an engine (loaded when first needed), the sizes, the workload's seed.
 
-    def __init__(self, load: Callable[[], LLM], sizes: Sizes = FULL, seed: int = 0, block_size: int = 16):
-        self.load, self.sizes, self.seed, self.block_size = load, sizes, seed, block_size
+    flags: arguments of LLM. tick(label) is told which side runs.
+    """
+
+    def __init__(self, flags: dict, sizes: Sizes = FULL, tick: Callable[[str], None] = lambda label: None):
+        self.flags, self.sizes, self.tick = flags, sizes, tick
+        self.seed, self.block_size = flags.get("seed", 0), flags.get("block_size", 16)
+        self._process: dict[LLM, tuple[str, int]] = {}  # kernels and torch's threads as each engine wants them
 
     @cached_property
     def llm(self) -> LLM:
-        llm = self.load()
-        llm.generate([self.drawn(64)(64)], answer_of(2))  # touch the weights and the first pages
+        return self.open()
+
+    def open(self, **changed) -> LLM:
+        """An engine with some flags changed, warmed up. It stays until `close`."""
+        flags = self.flags | changed
+        if changed and flags.get("num_blocks") is None and flags.get("kv_memory") is None:
+            flags["num_blocks"] = 512  # beside the lab's own engine there is no room for another whole pool
+        llm = LLM(**flags)
+        self._process[llm] = kernels.backend(), torch.get_num_threads()
+        llm.generate(
+            [random_prompt(llm.config.vocab_size, 64, self.seed)], answer_of(2)
+        )  # touch the weights and the first pages
         return llm
+
+    def use(self, llm: LLM) -> LLM:
+        """Kernels and threads are the whole process's: set them as `llm` was made with."""
+        backend, threads = self._process[llm]
+        kernels.set_backend(backend)
+        torch.set_num_threads(threads)
+        return llm
+
+    def close(self) -> None:
+        """Let go of all engines but the lab's own."""
+        own = vars(self).get("llm")
+        self._process = {llm: state for llm, state in self._process.items() if llm is own}
+        gc.collect()
+        if own is not None:
+            self.use(own)
 
     def drawn(self, vocab_size: int | None = None) -> Callable[[int], list[int]]:
         """A source of fresh random token ids, the same for every side."""
@@ -127,21 +192,25 @@ class Lab:
         draw = random.Random(self.seed)
         return [max(1, min(most, round(draw.lognormvariate(log(mean) - 0.5, 1.0)))) for _ in range(n)]
 
-    def scheduler(self, prefix_cache: str = "none", num_blocks: int | None = None, **switches) -> Watched:
-        """Put a fresh scheduler into the engine: same model, same KV memory, other switches."""
-        held = self.llm.kv.num_blocks - 1
+    def scheduler(
+        self, prefix_cache: str = "none", num_blocks: int | None = None, llm: LLM | None = None, **switches
+    ) -> Watched:
+        """Put a fresh scheduler into an engine (the lab's own): same model, same KV memory, other switches."""
+        llm = llm or self.llm
+        held = llm.kv.num_blocks - 1
         if (num_blocks or 0) > held:
             raise ValueError(f"the experiment needs {num_blocks} KV blocks, the pool has {held}: raise --num-blocks")
-        switches.setdefault("max_model_len", self.llm.max_model_len)
-        scheduler = counting_scheduler(num_blocks or held, self.llm.kv.block_size, prefix_cache, **switches)
-        self.llm.scheduler = self.llm.engine.scheduler = scheduler
+        switches.setdefault("max_model_len", llm.max_model_len)
+        scheduler = counting_scheduler(num_blocks or held, llm.kv.block_size, prefix_cache, **switches)
+        llm.scheduler = llm.engine.scheduler = scheduler
         return scheduler
 
     def alternate(self, sides: dict[str, Callable[[], Run]]) -> dict[str, dict]:
         """Run the sides in turn, as many rounds as asked, and gather what they found."""
         runs: dict[str, list[Run]] = {name: [] for name in sides}
-        for _ in range(self.sizes.rounds):
+        for i in range(self.sizes.rounds):
             for name, run in sides.items():
+                self.tick(f"round {i + 1}, {name}")
                 runs[name].append(run())
         return {name: gathered(name, rounds) for name, rounds in runs.items()}
 
@@ -161,9 +230,33 @@ def gathered(name: str, rounds: list[Run]) -> dict:
     return {"counted": first.counted, "clock": clock, "answers": first.answers}
 
 
-def answer_of(n: int) -> SamplingParams:
-    """Greedy, exactly n tokens."""
-    return SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
+def answer_of(tokens: int, **params) -> SamplingParams:
+    """Greedy, exactly so many tokens."""
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, **params)
+
+
+def prefill_rate(llm: LLM, length: int, seed: int) -> float:
+    """Prompt tokens per second, to the first token of the answer."""
+    llm.scheduler.drop_cache()
+    start = time.perf_counter()
+    llm.generate(random_prompt(llm.config.vocab_size, length, seed), answer_of(1))
+    return length / (time.perf_counter() - start)
+
+
+def decode(llm: LLM, batch: int, tokens: int) -> tuple[float, list[Request]]:
+    """Tokens per second of `batch` sequences together, each computing one token a step; and the requests."""
+    llm.scheduler.drop_cache()
+    requests = [llm.add(random_prompt(llm.config.vocab_size, 16, seed), answer_of(tokens + 1)) for seed in range(batch)]
+    return run_decode(llm, requests), requests
+
+
+def run_decode(llm: LLM, requests: list[Request]) -> float:
+    """Run queued requests to their end. Tokens per second once each has its first, so that no prefill is in it."""
+    while any(request.first_token is None for request in requests) and llm.engine.has_work:
+        llm.engine.step()
+    done = sum(len(answer) for answer in tokens_of(requests))
+    seconds = run_all(llm, requests)
+    return (sum(len(answer) for answer in tokens_of(requests)) - done) / seconds
 
 
 def run_all(llm: LLM, requests: list[Request]) -> float:
@@ -178,61 +271,21 @@ def run_all(llm: LLM, requests: list[Request]) -> float:
 
 
 def tokens_of(requests: list[Request]) -> list[list[int]]:
-    return [list(request.choices[0].token_ids) for request in requests]
+    """The tokens of every answer, those of parallel ones side by side."""
+    return [list(choice.token_ids) for request in requests for choice in request.choices]
 
 
 def median(values: list[float]) -> float:
     return statistics.median(values)
 
 
+def middle(side: dict, key: str) -> float:
+    """The median of a clock reading over the rounds."""
+    return median(side["clock"][key])
+
+
 def ratio(a: dict, b: dict, key: str) -> str:
     """a over b, round by round: "1.52x", or "1.52x (1.49 to 1.55)" if the rounds differ."""
     each = [x / y for x, y in zip(a["clock"][key], b["clock"][key], strict=True)]
-    middle, least, most = (f"{value:.2f}" for value in (median(each), min(each), max(each)))
-    return f"{middle}x" if least == most else f"{middle}x ({least} to {most})"
-
-
-def columns(sides: dict[str, dict]) -> list[list[str]]:
-    """A table of the sides: a header, then counts and clock readings, the latter as "median (least to most)"."""
-    first = next(iter(sides.values()))
-    table = [["", *first["counted"], *first["clock"]]]
-    for name, side in sides.items():
-        clock = [
-            f"{median(v):.4g}" + (f" ({min(v):.4g} to {max(v):.4g})" if len(v) > 1 else "")
-            for v in side["clock"].values()
-        ]
-        table.append([name, *(f"{value:,}" for value in side["counted"].values()), *clock])
-    return table
-
-
-SAME = {True: "the same on all sides", False: "NOT the same on all sides", None: "none: counted without a model"}
-
-
-def as_text(rows: dict[str, dict]) -> str:
-    out = []
-    for name, row in rows.items():
-        out += [f"== {name}: {row['mechanism']}", f"   claimed   {row['claim']} [{row['source']}]"]
-        out += [f"   measured  {row['measured']}", f"   why       {row['why']}"]
-        out += [f"   answers   {SAME[row['same_answers']]}", ""]
-        table = columns(row["sides"])
-        widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
-        out += ["   " + "  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in table] + [""]
-    return "\n".join(out)
-
-
-def as_markdown(result: dict) -> str:
-    def line(cells: list[str]) -> str:
-        return "| " + " | ".join(cells) + " |"
-
-    out = ["# What each idea buys", "", f"`{result['command']}` on {result['machine']}.", ""]
-    out += ["Clock readings are medians (least to most) of the rounds; counted work is the same in every round.", ""]
-    head = ["mechanism", "claimed", "measured here", "why they differ"]
-    out += [line(head), line(["---"] * len(head))]
-    for row in result["ideas"].values():
-        claim = f"{row['claim']} ({row['source']})"
-        out.append(line([row["mechanism"], claim, row["measured"], row["why"]]))
-    for name, row in result["ideas"].items():
-        table = columns(row["sides"])
-        out += ["", f"## {name}", "", f"Answers: {SAME[row['same_answers']]}.", ""]
-        out += [line(table[0]), line(["---"] + ["---:"] * (len(table[0]) - 1)), *map(line, table[1:])]
-    return "\n".join(out) + "\n"
+    mid, least, most = (f"{value:.2f}" for value in (median(each), min(each), max(each)))
+    return f"{mid}x" if least == most else f"{mid}x ({least} to {most})"

@@ -1,0 +1,338 @@
+"""Each mechanism's effect has the right sign in counted work, on a tiny random model; no test here reads a clock."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import tiny
+
+import bench
+import bench_claims
+import bench_sharing
+from bench_claims import CLAIMS, as_markdown, as_text, columns, measure, summary, with_summary
+from bench_lab import Claim, Found, Lab, Run, Sizes, answer_of, gathered, run_all
+
+ROOT = Path(bench_claims.__file__).parent
+SMALL = Sizes(
+    rounds=2,
+    trace_requests=60,
+    batch_requests=10,
+    seats=4,
+    answer_mean=10,
+    shared=64,
+    questions=3,
+    conversations=1,
+    turns=3,
+    turn=32,
+    branches=2,
+    unshared=40,
+    long_prompt=200,
+    budgets=(32, 64),
+    preempt_requests=4,
+    preempt_answer=48,
+    lpm_requests=60,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return str(tiny.hf_folder(tmp_path_factory.mktemp("bench") / "m", "llama", max_position_embeddings=2048))
+
+
+@pytest.fixture(scope="module")
+def lab(folder):
+    return Lab({"model": folder, "threads": 1, "num_blocks": 400, "max_model_len": 512}, SMALL)
+
+
+@pytest.fixture(scope="module")
+def rows(lab):
+    return {name: measure(lab, name) for name in CLAIMS}
+
+
+def counted(rows, name):
+    return {side: found["counted"] for side, found in rows[name]["sides"].items()}
+
+
+def test_no_switch_changes_an_answer(rows):
+    same = {name: row["same_answers"] for name, row in rows.items()}
+    assert same == {name: None if claim.alone else True for name, claim in CLAIMS.items()}
+    assert all(rows[name]["answers"] == (claim.alone or "the same on all sides") for name, claim in CLAIMS.items())
+
+
+def test_pages_hold_a_larger_share_of_tokens_and_take_fewer_steps(rows):
+    slab, pages, ideal = counted(rows, "kv-memory").values()
+    assert slab["held slots with a token"] < 0.6 < 0.95 < pages["held slots with a token"] <= 1
+    assert ideal["held slots with a token"] == 1 and ideal["steps"] <= pages["steps"]
+    assert pages["steps"] < slab["steps"] and pages["tokens a step"] > slab["tokens a step"]
+
+
+def test_continuous_batching_takes_fewer_steps_over_the_same_tokens(rows):
+    static, continuous = counted(rows, "batching").values()
+    assert continuous["steps"] < static["steps"]
+    assert continuous["tokens computed"] == static["tokens computed"]
+
+
+def test_forks_hold_the_prompt_once_and_compute_it_once(rows):
+    apart, forks = counted(rows, "fork").values()
+    assert apart["most blocks held"] == 4 * (4 + 2) and forks["most blocks held"] == 4 + 4 * 2
+    assert apart["blocks copied"] == 0 and forks["blocks copied"] == 3  # the last owner writes in place
+    assert apart["tokens computed"] - forks["tokens computed"] == 3 * (SMALL.shared + 8)
+
+
+def test_a_flat_run_computes_no_padding(rows, lab):
+    rectangle, flat = counted(rows, "selective-batching").values()
+    lengths = lab.lengths(SMALL.seats, SMALL.unshared / 4, SMALL.unshared)
+    assert flat["tokens computed"] == sum(lengths) < rectangle["tokens computed"] == len(lengths) * max(lengths)
+
+
+@pytest.mark.parametrize("cache", ["hash", "radix"])
+def test_prefix_caches_save_exactly_the_tokens_they_find(rows, cache):
+    sides = counted(rows, "prefix-cache")
+    for workload in bench_sharing.WORKLOADS:
+        none, cached = sides[f"{workload}, none"], sides[f"{workload}, {cache}"]
+        assert none["cached tokens"] == 0 and none["prompt tokens"] == cached["prompt tokens"]
+        assert cached["tokens computed"] == none["tokens computed"] - cached["cached tokens"]
+        assert (cached["cached tokens"] > 0.3 * none["prompt tokens"]) == (workload != "no reuse")
+    assert sides[f"no reuse, {cache}"]["cached tokens"] == 0
+
+
+def test_both_caches_find_the_same_prefixes(rows):
+    sides = counted(rows, "prefix-cache")
+    assert all(sides[f"{w}, hash"] == sides[f"{w}, radix"] for w in bench_sharing.WORKLOADS)
+
+
+def test_chunks_bound_the_step_that_others_wait_for(rows):
+    sides = counted(rows, "chunked-prefill")
+    assert sides["whole"]["largest step"] > SMALL.long_prompt
+    assert sides["chunks of 64"]["largest step"] == 64 and sides["chunks of 32"]["largest step"] == 32
+    meanwhile = [sides[name]["tokens meanwhile"] for name in ("whole", "chunks of 64", "chunks of 32")]
+    assert meanwhile == sorted(meanwhile) and len(set(meanwhile)) == 3
+    assert len({side["tokens computed"] for side in sides.values()}) == 1
+
+
+def test_swapping_computes_nothing_twice(rows):
+    again, swap = counted(rows, "preemption").values()
+    assert again["preemptions"] > 0 and swap["preemptions"] > 0
+    assert again["swaps"] == 0 < swap["swaps"]
+    assert swap["recomputed tokens"] == 0 < again["recomputed tokens"]
+    assert again["tokens computed"] == swap["tokens computed"] + again["recomputed tokens"]
+
+
+def test_longest_prefix_first_hits_more_and_computes_less(rows):
+    fcfs, lpm = counted(rows, "lpm").values()
+    assert lpm["hit rate"] > fcfs["hit rate"]
+    assert lpm["tokens computed"] < fcfs["tokens computed"] and lpm["evicted blocks"] < fcfs["evicted blocks"]
+
+
+def test_every_side_ran_every_round_and_every_row_has_all_its_fields(rows):
+    for row in rows.values():
+        for key in ("mechanism", "claim", "source", "setting", "measured", "floor", "why", "answers"):
+            assert row[key] and isinstance(row[key], str), (row["mechanism"], key)
+        assert re.search(r"\d", row["floor"]), f"a floor is a figure: {row['floor']}"
+        for side in row["sides"].values():
+            assert side["counted"] and all(len(values) == SMALL.rounds for values in side["clock"].values())
+
+
+def test_sides_are_run_in_turn():
+    order = []
+
+    def side(name):
+        return lambda: order.append(name) or Run({"n": 1})
+
+    Lab({}, Sizes(rounds=3)).alternate({"a": side("a"), "b": side("b")})
+    assert "".join(order) == "ababab"
+
+
+def test_rounds_that_did_different_work_are_no_measurement():
+    with pytest.raises(RuntimeError, match="x: two rounds did not do the same work"):
+        gathered("x", [Run({"steps": 1}), Run({"steps": 2})])
+    with pytest.raises(RuntimeError, match="same work"):
+        gathered("x", [Run({}, answers=[[1]]), Run({}, answers=[[2]])])
+
+
+def claim_of(experiment, **fields) -> Claim:
+    return Claim(experiment, "m", "c", "s", "on t", "w", seconds=1, **fields)
+
+
+def two_sides(lab):
+    sides = {"a": lambda: Run({"n": 1}, answers=[[1]]), "b": lambda: Run({"n": 1}, answers=[[2]])}
+    return Found(lab.alternate(sides), "measured", "1x")
+
+
+def broken(lab):
+    raise OSError("no such thing")
+
+
+def test_a_side_that_answers_otherwise_is_reported(monkeypatch, lab):
+    monkeypatch.setitem(CLAIMS, "odd", claim_of(two_sides))
+    row = measure(lab, "odd")
+    assert row["same_answers"] is False
+    assert "NOT the same" in as_text({"claims": {"odd": row}, "failed": {}})
+
+
+def test_answers_that_may_differ_are_not_compared(monkeypatch, lab):
+    monkeypatch.setitem(CLAIMS, "odd", claim_of(two_sides, alone="none: rounding differs"))
+    row = measure(lab, "odd")
+    assert row["same_answers"] is None and row["answers"] == "none: rounding differs"
+
+
+def test_engines_of_a_row_are_let_go_and_the_process_is_turned_back(lab):
+    import kernels
+
+    own = lab.llm, kernels.backend()
+    lab.open(kernels="reference")
+    assert kernels.backend() == "reference" and len(lab._process) == 2
+    lab.close()
+    assert (lab.llm, kernels.backend()) == own and len(lab._process) == 1
+
+
+def test_a_failed_request_is_an_error_not_a_fast_answer(lab, monkeypatch):
+    scheduler = lab.scheduler()
+
+    def broken(batch):
+        raise RuntimeError("no such kernel")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lab.llm.engine, "run_model", broken)
+        request = lab.llm.add([1, 2, 3], answer_of(2))
+        with pytest.raises(ValueError, match="no such kernel"):
+            run_all(lab.llm, [request])
+    assert scheduler.stats()["live"] == 0
+
+
+def test_a_pool_too_small_for_the_experiment_is_named(lab):
+    with pytest.raises(ValueError, match="needs 5000 KV blocks, the pool has 400: raise --num-blocks"):
+        lab.scheduler(num_blocks=5000)
+
+
+@pytest.mark.parametrize(
+    "flags", [["--policy", "lpm"], ["--no-chunked"], ["--max-num-seqs", "4"], ["--speculate", "ngram"], ["--overlap"]]
+)
+def test_switches_the_experiments_flip_are_refused(flags, capsys):
+    assert bench.main(["claims", "--only", "lpm", "--quick", *flags]) == 2
+    assert f"{flags[0].replace('no-', '')} " in capsys.readouterr().err
+
+
+def claims(folder, out, *flags, only=("lpm",)) -> int:
+    command = ["claims", "--model", folder, "--quick", "--json", "--out", str(out), "--threads", "1"]
+    return bench.main([*command, "--only", *only, *flags])
+
+
+def test_the_command_writes_both_files(folder, tmp_path, capsys):
+    assert claims(folder, tmp_path, "--machine", "a desk calculator") == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads((tmp_path / "claims.json").read_text(encoding="utf-8"))
+    text = (tmp_path / "claims.md").read_text(encoding="utf-8")
+    assert "a desk calculator" in text and "--only lpm --quick" in text and list(printed["claims"]) == ["lpm"]
+    assert text == as_markdown(printed) and summary(printed) in text
+
+
+def test_a_rerun_measures_only_what_is_missing(folder, tmp_path, capsys, monkeypatch):
+    runs = []
+
+    def watched(name):
+        return claim_of(lambda lab: runs.append(name) or two_sides(lab))
+
+    for name in ("lpm", "fork", "batching"):
+        monkeypatch.setitem(CLAIMS, name, watched(name))
+    claims(folder, tmp_path, only=["lpm"])
+    claims(folder, tmp_path, only=["fork", "lpm"])
+    assert runs == ["lpm", "fork"]
+    claims(folder, tmp_path, "--fresh", only=["fork"])
+    assert runs == ["lpm", "fork", "fork"]
+    kept = json.loads((tmp_path / "claims.json").read_text(encoding="utf-8"))["claims"]
+    assert list(kept) == [name for name in CLAIMS if name in ("lpm", "fork")]
+
+
+def test_rows_of_other_settings_are_refused_or_replaced(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(CLAIMS, "lpm", claim_of(two_sides))
+    monkeypatch.setitem(CLAIMS, "fork", claim_of(two_sides))
+    assert claims(folder, tmp_path, only=["fork"]) == 0
+    before = (tmp_path / "claims.json").read_text(encoding="utf-8")
+    assert claims(folder, tmp_path, "--seed", "7") == 2
+    assert "other settings: engine" in capsys.readouterr().err
+    assert (tmp_path / "claims.json").read_text(encoding="utf-8") == before
+    assert claims(folder, tmp_path, "--seed", "7", "--fresh") == 0
+    found = json.loads((tmp_path / "claims.json").read_text(encoding="utf-8"))
+    assert list(found["claims"]) == ["lpm"] and found["engine"]["seed"] == 7
+    assert "replaced" in capsys.readouterr().err
+
+
+def test_a_broken_row_is_reported_and_the_others_go_on(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(CLAIMS, "kv-memory", claim_of(broken))
+    monkeypatch.setitem(CLAIMS, "lpm", claim_of(two_sides))
+    assert claims(folder, tmp_path, only=["kv-memory", "lpm"]) == 1
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    assert list(result["claims"]) == ["lpm"] and result["failed"] == {"kv-memory": "OSError: no such thing"}
+    assert "FAILED: OSError: no such thing" in captured.err and "kv-memory failed" in as_text(result)
+    monkeypatch.setitem(CLAIMS, "kv-memory", claim_of(two_sides))  # mended: the next run measures it
+    assert claims(folder, tmp_path, only=["kv-memory", "lpm"]) == 0
+    assert json.loads(capsys.readouterr().out)["failed"] == {}
+
+
+def test_an_interruption_loses_only_the_running_row(folder, tmp_path, capsys, monkeypatch):
+    def interrupted(lab):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(CLAIMS, "kv-memory", claim_of(two_sides))
+    monkeypatch.setitem(CLAIMS, "lpm", claim_of(interrupted))
+    assert claims(folder, tmp_path, only=["kv-memory", "lpm"]) == 130
+    assert "interrupted: 1 finished rows" in capsys.readouterr().err
+    assert list(json.loads((tmp_path / "claims.json").read_text(encoding="utf-8"))["claims"]) == ["kv-memory"]
+
+
+def test_progress_says_what_runs_and_how_long_it_will_take(monkeypatch):
+    class Terminal(list):
+        def write(self, text):
+            self.append(text)
+
+        def flush(self):
+            pass
+
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("COLUMNS", "200")
+    out = Terminal()
+    progress = bench_claims.Progress(["lpm", "fork"], out)
+    progress.tick("round 1, fcfs")
+    progress.end("3 s")
+    progress.tick("round 1, forks")
+    shown = "".join(out).split("\r")
+    assert "[----------] 0/2 lpm: round 1, fcfs | 0:00" in shown[1] and "to go" not in shown[1]
+    assert "[#####-----] 1/2 lpm: 3 s" in shown[2] and "to go" in shown[2]
+    assert "1/2 fork: round 1, forks" in shown[3]
+
+
+def test_the_readme_block_is_replaced_and_nothing_else():
+    row = dict.fromkeys(("mechanism", "claim", "source", "setting", "measured", "floor", "why"), "x")
+    result = {"command": "c", "machine": "m", "claims": dict.fromkeys(CLAIMS, row), "failed": {}}
+    text = f"before\n{bench_claims.BEGIN}\nold\n{bench_claims.END}\nafter\n"
+    once = with_summary(text, result)
+    assert once == f"before\n{bench_claims.BEGIN}\n{summary(result)}{bench_claims.END}\nafter\n"
+    assert with_summary(once, result) == once
+    with pytest.raises(ValueError, match="needs one line"):
+        with_summary("no marks", result)
+    with pytest.raises(ValueError, match="lpm are not measured"):
+        with_summary(text, result | {"claims": {name: row for name in CLAIMS if name != "lpm"}})
+
+
+def test_sides_with_other_keys_leave_cells_empty():
+    sides = {"a": {"counted": {"n": 1}, "clock": {"s": [1.0, 3.0]}}, "b": {"counted": {"m": 2}, "clock": {}}}
+    assert columns(sides) == [["", "n", "m", "s"], ["a", "1", "", "2 (1 to 3)"], ["b", "", "2", ""]]
+
+
+def test_committed_results_are_of_these_claims():
+    """results/ and the README's table were written by this command: the same rows, saying what the JSON says."""
+    result = json.loads((ROOT / "results" / "claims.json").read_text(encoding="utf-8"))
+    assert list(result["claims"]) == list(CLAIMS) and not result["failed"]
+    for name, claim in CLAIMS.items():
+        row = result["claims"][name]
+        for key in ("mechanism", "claim", "source", "setting", "why"):
+            assert row[key] == getattr(claim, key)
+        assert row["same_answers"] in (True, None)
+    assert as_markdown(result) == (ROOT / "results" / "claims.md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert with_summary(readme, result) == readme
