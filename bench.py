@@ -5,7 +5,7 @@
     python bench.py versus --quant int4 --compile --peer transformers --peer "python other_bench.py model.gguf"
     python bench.py perplexity --quant int4          (bench_quality.py)
     python bench.py profile --quant int4 --compile   (bench_quality.py)
-    python bench.py serve | simulate | size          load over HTTP, the scheduler alone, what fits: each has --help
+    python bench.py serve | simulate | size | plots  load over HTTP, the scheduler alone, what fits, the pictures
 
 Prefill and decode are two numbers, always: prefill is bound by arithmetic, decode by the bytes of the weights. Both are
 measured through the engine as a user drives it, scheduling, sampling and detokenising included:
@@ -32,6 +32,7 @@ import torch
 
 import bench_claims
 import bench_peers
+import bench_plots
 import bench_quality
 import bench_serve
 import bench_size
@@ -150,6 +151,7 @@ def run_simulate(argv: list[str]) -> int:
 
 
 OTHERS = {  # commands with a parser of their own: {name: (run, what it is)}
+    "plots": (bench_plots.main, "draw the pictures of the README from what is measured and counted"),
     "serve": (bench_serve.main, "load a server and see what its clients wait for"),
     "simulate": (run_simulate, "drive the scheduler alone with a synthetic workload"),
     "size": (bench_size.main, "what a model needs, what fits, and the floors: nothing is loaded"),
