@@ -65,7 +65,7 @@ def batch_chart(data: dict, figure) -> str:
     found = []
     for panel, (side, rows) in zip(figure.subplots(2, 1, sharex=True), data.items(), strict=True):
         steps = max(end for _, _, end, _ in rows)
-        panel.barh(range(seats), [steps] * seats, 0.72, color="none", edgecolor=GREY, hatch="....", linewidth=0)
+        panel.barh(range(seats), [steps] * seats, 0.72, color=GREY, alpha=0.25)
         for seat, start, end, number in rows:
             panel.barh(seat, end - start - 0.6, 0.72, start + 0.3, color=BLUE)
             if end - start > 4:
@@ -76,7 +76,7 @@ def batch_chart(data: dict, figure) -> str:
         panel.set(xlim=(0, last), yticks=range(seats), yticklabels=range(1, seats + 1), ylim=(seats - 0.5, -0.5))
         panel.grid(False)
         found.append(f"{side} batching: {steps} steps, {used:.0%} of the seats used")
-    panel.set_xlabel("step (dotted: an empty seat; numbers: requests)")
+    panel.set_xlabel("step (pale: an empty seat; numbers: requests)")
     return "; ".join(found) + "."
 
 
@@ -191,7 +191,8 @@ def roofline(data: dict, figure) -> str:
                     color=colour,
                 )
     marks = [panel.plot([], [], marker, color=colour, linestyle="none")[0] for colour, marker in LOOKS.values()]
-    panel.legend(marks, list(LOOKS), loc="lower right", fontsize=8.5)
+    names = ["float32", "bfloat16", "int8 (hollow: in groups)", "int4 (hollow: larger groups)"]
+    panel.legend(marks, names, loc="lower right", fontsize=8.5)
     panel.set(xscale="log", yscale="log", xlabel="operations per byte of weights and KV", xlim=(low, high))
     panel.set(ylabel="billion operations a second", ylim=(2, whole * 2.5))
     shares = ", ".join(f"{label} {by['int4']:.0%}" for label, by in best.items() if "int4" in by)

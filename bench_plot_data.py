@@ -69,8 +69,8 @@ class Sizes:
     repeat: int = 3
     drafts: tuple[int, ...] = (1, 2, 3, 4, 6, 8)
     draft_gen: int = 96
-    rates: tuple[float, ...] = (1, 2, 4, 6, 8)
-    load_requests: int = 24
+    rates: tuple[float, ...] = (1, 2, 4, 8, 12)
+    load_requests: int = 32
     load_gen: int = 32
     configurations: tuple[str, ...] = tuple(CONFIGURATIONS)
 

@@ -72,13 +72,13 @@ PICTURES = {
     ),
     "roofline": Picture(
         "configurations", pictures.roofline, "What bounds each step on this machine",
-        "A roofline chart. Decoding one sequence lies on the slope that memory bandwidth draws, with fewer bits "
+        "A roofline chart. Decoding one sequence lies near the slope that memory bandwidth draws, with fewer bits "
         "further up; batches of 8 and 32 and prefill lie further right, below the ceilings of arithmetic.",
     ),
     "bits": Picture(
         "configurations", pictures.bits, "Bits a weight against quality and speed",
-        "Two charts over bits a weight, from 4 to 32. Perplexity stays level down to 5 bits and rises below; tokens "
-        "per second rise as bits fall.",
+        "Two charts over bits a weight, from 5 to 32. Perplexity is level for 32, 16 and 8 bits and for 4 bits in "
+        "groups of 32, and rises for larger groups; tokens per second rise as bits fall.",
     ),
     "acceptance": Picture(
         "acceptance", pictures.acceptance, "Guesses of n-gram speculation",
@@ -105,7 +105,7 @@ def draw(name: str, data: dict, path: Path) -> str:
         figure = pyplot.figure()
         found = picture.draw(data, figure)
         figure.suptitle(picture.title, x=0.01, ha="left", fontsize=11)
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        figure.savefig(path, metadata=dict.fromkeys(("Date", "Creator")) if path.suffix == ".svg" else None)
         pyplot.close(figure)
     if path.suffix == ".svg":
         words = f"<title>{escape(picture.title)}</title>\n <desc>{escape(picture.alt)} {escape(found)}</desc>\n"
