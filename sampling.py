@@ -195,17 +195,23 @@ def process_logits(
     return processed
 
 
-def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Largest value and its lowest id of each row of [R, V], as two [R].
+def argmax(logits: torch.Tensor) -> tuple[list[float], list[int]]:
+    """Largest value of each row of [R, V] and its lowest id; a row with a NaN has NaN.
 
-    Two stages, for torch vectorises amax but not argmax: the first best block, then the first best token in it.
+    In main memory by numpy, whose argmax is vectorised and is one call: torch's is not, and after a model step every
+    further operation runs code that is no longer in a cache. Elsewhere in two stages, so that all threads of a GPU have
+    something to do: the first best block, then the first best token in it.
     """
+    if logits.device.type == "cpu":
+        rows = logits.numpy()
+        ids = rows.argmax(1).tolist()
+        return [float(row[i]) for row, i in zip(rows, ids, strict=True)], ids
     rows, vocab = logits.shape
     block = math.gcd(vocab, 256)
     blocks = logits.reshape(rows, vocab // block, block)
     best, best_block = blocks.amax(-1).max(-1)  # [R]; amax and max carry NaN along
     inside = blocks[torch.arange(rows, device=logits.device), best_block]  # [R, block]
-    return best, best_block * block + inside.argmax(-1)
+    return best.tolist(), (best_block * block + inside.argmax(-1)).tolist()
 
 
 def best_ids(row: torch.Tensor, k: int) -> torch.Tensor:
@@ -289,8 +295,7 @@ def probabilities(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch
     Raises NonFiniteLogits or NoTokenLeft for a row without one; ask row_errors first where neighbours must go on.
     """
     logits = logits.float().contiguous()
-    best, ids = argmax(logits)
-    values = best.tolist()
+    values, ids = argmax(logits)
     out = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)  # [R, V]
     for r, state in enumerate(states):
         error = _row_error(0.0 if values[r] == -math.inf else values[r], values[r])  # -inf is what masks write
@@ -337,8 +342,7 @@ def sample(
     """
     raw = logits.float().contiguous()
     processed = process_logits(raw, states, masks)
-    best, ids = argmax(processed)
-    values, tokens = best.tolist(), ids.tolist()
+    values, tokens = argmax(processed)
     raw_values = values if processed is raw else raw.amax(-1).tolist()
     errors = [_row_error(*pair) for pair in zip(raw_values, values, strict=True)]
     results: list[Sampled | ValueError] = []
