@@ -6,7 +6,7 @@ none, a wrong key, a reader who stops reading. A framework's own answers are HTM
 The idea. Small ASGI layers, each with one duty, outermost first:
 
     socket ─► CORS (if asked) ─► ApiKey: 401    ─► BodyLimit: 413 ─► routes: 400 404 429 503 ─► EventStream
-                                 or LocalHost: 403   while the body    ApiError, in the shape      stops when the client
+                                 or LocalHost: 403   408 while it      ApiError, in the shape      stops when the client
                                                      arrives           of the API that was called  leaves or stalls
 
 Errors are `{"error": {"message", "type", "param", "code"}}`, as OpenAI's clients expect, and `{"error": "message"}`
@@ -16,8 +16,8 @@ A web page of another origin cannot use a server on loopback: a body must be dec
 another origin only after a preflight, and that is answered only for the origins of --cors-origin. LocalHost closes the
 way around that.
 
-Source: OpenAI's API reference, "Error codes"; the ASGI specification, "HTTP & WebSocket". Left out: TLS and rates per
-client (put a proxy in front), and a bound on the time a body may take to arrive.
+Source: OpenAI's API reference, "Error codes"; the ASGI specification, "HTTP & WebSocket". Left out: TLS, rates per
+client, and a bound on the time that headers may take to arrive (put a proxy in front).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from urllib.parse import urlsplit
 
-from fastapi import HTTPException as BodyTooLong
+from fastapi import HTTPException as BadBody
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -160,10 +160,13 @@ def _is_address(name: str) -> bool:
 
 
 class BodyLimit:
-    """Refuses a body of more than `limit` bytes: at once if its length is declared, else as soon as it is too long."""
+    """Refuses a body of more than `limit` bytes: at once if its length is declared, else as soon as it is too long.
 
-    def __init__(self, app, limit: int):
-        self.app, self.limit = app, limit
+    One that pauses for `patience` seconds while it arrives is refused too: it holds a connection and its memory.
+    """
+
+    def __init__(self, app, limit: int, patience: float):
+        self.app, self.limit, self.patience = app, limit, patience
 
     async def __call__(self, scope, receive, send) -> None:
         if scope["type"] != "http":
@@ -172,17 +175,28 @@ class BodyLimit:
         message = f"the body is longer than {self.limit} bytes; send less, or start the server with a larger --max-body"
         if declared.isdigit() and int(declared[:19]) > self.limit:
             return await error_response(scope["path"], ApiError(413, message))(scope, receive, send)
-        seen = 0
+        seen, arriving = 0, True
 
         async def counted():
-            nonlocal seen
-            part = await receive()
+            nonlocal seen, arriving
+            part = await (self._in_time(receive) if arriving else receive())
             seen += len(part.get("body", b""))
+            arriving = part.get("more_body", False)
             if seen > self.limit:
-                raise BodyTooLong(413, message)
+                raise BadBody(413, message)
             return part
 
         await self.app(scope, counted, send)
+
+    async def _in_time(self, receive):
+        """(asyncio.wait and not wait_for, which before Python 3.12 can swallow a cancellation.)"""
+        part = asyncio.ensure_future(receive())
+        try:
+            if not (await asyncio.wait([part], timeout=self.patience))[0]:
+                raise BadBody(408, f"nothing more of the body arrived for {self.patience} s: send it again")
+            return part.result()
+        finally:
+            part.cancel()
 
 
 class EventStream(Response):

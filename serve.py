@@ -85,7 +85,7 @@ def build_app(
     for kind in (ApiError, Unavailable, ValueError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, on_error)
     app.add_exception_handler(Exception, on_error)
-    app.add_middleware(BodyLimit, limit=limits.max_body)
+    app.add_middleware(BodyLimit, limit=limits.max_body, patience=limits.stall_seconds)
     if api_key:
         app.add_middleware(ApiKey, key=api_key)
     elif local:
@@ -193,7 +193,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--max-queue", type=int, default=1024, metavar="N", help="requests that may wait, per model")
     group.add_argument("--max-body", type=int, default=Limits.max_body, metavar="BYTES")
     group.add_argument("--max-choices", type=int, default=Limits.max_choices, metavar="N", help="answers per request")
-    group.add_argument("--stall", type=float, default=Limits.stall_seconds, metavar="S", help="for readers who stop")
+    group.add_argument(
+        "--stall",
+        type=float,
+        default=Limits.stall_seconds,
+        metavar="S",
+        help="for clients who stop reading, or sending",
+    )
     group.add_argument("--drain", type=float, default=30.0, metavar="S", help="for open requests at the end")
     group.add_argument("--log-prompts", action="store_true", help="write prompts and answers to the log")
     add_engine_flags(parser)

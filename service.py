@@ -42,7 +42,7 @@ class Limits:
 
     max_body: int = 4 << 20  # bytes
     max_choices: int = 128  # answers to one request: prompts times n or best_of
-    stall_seconds: float = 60.0  # a client that reads nothing for so long is taken for gone
+    stall_seconds: float = 60.0  # a client that neither reads nor sends what it owes for so long is taken for gone
 
 
 class Service:

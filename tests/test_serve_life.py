@@ -169,6 +169,32 @@ def test_F65_a_huge_body_is_refused_while_it_arrives(server, declared):
     assert server.complete(max_tokens=1)
 
 
+def test_F65_a_body_that_stops_arriving_is_refused_and_delays_nobody():
+    with serving(limits=Limits(stall_seconds=0.2)) as server:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        clients = [raw_request(server.port, head + b'Content-Length: 500\r\n\r\n{"prompt"') for _ in range(20)]
+        assert server.complete(max_tokens=1)
+        for client in clients:
+            assert client.recv(4096).startswith(b"HTTP/1.1 408")
+            client.close()
+        assert server.complete(max_tokens=1)
+
+
+def test_guesses_of_speculation_are_counted():
+    llm = make_llm(speculate="ngram", num_speculative_tokens=3)
+    with serving({"tiny": llm}) as server:
+        server.complete(
+            "the cat sat on the cat sat on", max_tokens=40, temperature=0, ignore_eos=True, logit_bias={"70": 100}
+        )
+        page = server.http.get("/metrics").text
+        counts = {
+            name: float(re.search(rf"^vitrine_{name}{{.*}} (.*)$", page, re.MULTILINE)[1])
+            for name in ("drafted_tokens_total", "accepted_drafts_total")
+        }
+    assert counts["drafted_tokens_total"] >= counts["accepted_drafts_total"] > 0
+    assert counts["accepted_drafts_total"] == llm.stats()["accepted"]
+
+
 def test_F66_a_slow_reader_gets_every_byte_and_delays_nobody(server, monkeypatch):
     text = "日本語😀é" * 40
     ids = server.llm().tokenizer.encode(text)
