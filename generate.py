@@ -30,11 +30,12 @@ from engine import Engine
 from kv_paged import BlockPool, KVCache, block_bytes, blocks_for_budget, blocks_needed, describe_capacity, free_memory
 from model import Transformer, padding_batch
 from quantize import set_activations
+from policies import POLICIES
 from radix import PREFIX_CACHES
 from request import Delta, Request, RequestOutput
 from sampling import SamplerState, sample
 from sampling_params import SamplingParams
-from scheduler import Scheduler
+from scheduler import BATCHINGS, PREEMPTIONS, RESERVES, Scheduler
 from speculative import Proposer, Speculator, StepCost
 from tokenizer import Tokenizer
 
@@ -116,8 +117,14 @@ class LLM:
         choose("dtype", dtype, ["auto", *DTYPES])
         choose("kv_dtype", kv_dtype, ["auto", *DTYPES])
         choose("prefix_cache", prefix_cache, [*PREFIX_CACHES, "none"])
+        choose("policy", policy, POLICIES)
+        choose("preemption", preemption, PREEMPTIONS)
+        choose("batching", batching, BATCHINGS)
+        choose("reserve", reserve, RESERVES)
         choose("activations", activations, ["int8", "float"])
         choose("verify", verify, ["coupled", "rejection"])
+        if reserve == "contiguous" and prefix_cache != "none":
+            raise ValueError(f'reserve="contiguous" cannot share blocks: add prefix_cache="none" ({prefix_cache!r} now)')
         if num_speculative_tokens < 1:
             raise ValueError(f"num_speculative_tokens={num_speculative_tokens}: at least 1; speculate=None is off")
         if draft_quant is not None and not (speculate or "").startswith("draft:"):

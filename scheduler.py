@@ -59,6 +59,8 @@ from sequence import RequestTooLong, Sequence, Step
 
 __all__ = ["RequestTooLong", "Scheduler", "Sequence", "Step"]
 
+PREEMPTIONS, BATCHINGS, RESERVES = ("recompute", "swap"), ("continuous", "static"), ("paged", "contiguous")
+
 
 class Scheduler:
     """Owns the sequences, their block tables and the plan of each step. Plain integers; never touches a tensor.
@@ -87,9 +89,9 @@ class Scheduler:
     ):
         for name, value, allowed in (
             ("policy", policy, tuple(POLICIES)),
-            ("preemption", preemption, ("recompute", "swap")),
-            ("batching", batching, ("continuous", "static")),
-            ("reserve", reserve, ("paged", "contiguous")),
+            ("preemption", preemption, PREEMPTIONS),
+            ("batching", batching, BATCHINGS),
+            ("reserve", reserve, RESERVES),
         ):
             if value not in allowed:
                 raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed)}")
