@@ -29,8 +29,8 @@ from draft_model import DraftModel, make_proposer
 from engine import Engine
 from kv_paged import BlockPool, KVCache, block_bytes, blocks_for_budget, blocks_needed, describe_capacity, free_memory
 from model import Transformer, padding_batch
-from quantize import set_activations
 from policies import POLICIES
+from quantize import set_activations
 from radix import PREFIX_CACHES
 from request import Delta, Request, RequestOutput
 from sampling import SamplerState, sample
@@ -124,7 +124,9 @@ class LLM:
         choose("activations", activations, ["int8", "float"])
         choose("verify", verify, ["coupled", "rejection"])
         if reserve == "contiguous" and prefix_cache != "none":
-            raise ValueError(f'reserve="contiguous" cannot share blocks: add prefix_cache="none" ({prefix_cache!r} now)')
+            raise ValueError(
+                f'reserve="contiguous" cannot share blocks: add prefix_cache="none" ({prefix_cache!r} now)'
+            )
         if num_speculative_tokens < 1:
             raise ValueError(f"num_speculative_tokens={num_speculative_tokens}: at least 1; speculate=None is off")
         if draft_quant is not None and not (speculate or "").startswith("draft:"):
