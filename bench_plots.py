@@ -134,28 +134,31 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def gather(names: list[str], bench: Bench, kept: dict) -> dict:
-    """`kept` with the data of these pictures gathered anew."""
+def gather(names: list[str], bench: Bench, file: Path) -> None:
+    """Put the data of these pictures into `file`, each as soon as it is there: whoever interrupts keeps the rest."""
     for name in dict.fromkeys(PICTURES[name].data for name in names):
         began = time.perf_counter()
         print(f"{name} ...", end=" ", file=sys.stderr, flush=True)
-        kept[name] = GATHER[name](bench)
+        data = read(file) | {name: GATHER[name](bench)}
+        lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in data.items())  # for `git diff`
+        file.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
         print(f"{time.perf_counter() - began:.0f} s", file=sys.stderr)
-    return kept
+
+
+def read(file: Path) -> dict:
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 def run(args: argparse.Namespace, bench: Bench) -> dict[str, str]:
-    """Gather (unless --redraw), write the data, draw; returns what each picture shows."""
+    """Gather (unless --redraw) and draw; returns what each picture shows."""
     file = args.out.with_suffix(".json")
-    data = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    args.out.mkdir(parents=True, exist_ok=True)
     if not args.redraw:
-        data = gather(args.only, bench, data)
+        gather(args.only, bench, file)
+    data = read(file)
     missing = [name for name in args.only if PICTURES[name].data not in data]
     if missing:
         raise ValueError(f"{file} has no data for {', '.join(missing)}: leave out --redraw")
-    args.out.mkdir(parents=True, exist_ok=True)
-    if not args.redraw:
-        file.write_text(json.dumps(data) + "\n", encoding="utf-8")
     return {name: draw(name, data[PICTURES[name].data], args.out / f"{name}.svg") for name in args.only}
 
 

@@ -42,8 +42,8 @@ def data(tmp_path_factory) -> dict:
     (path / "text.txt").write_text("the cat sat on the mat and the dog sat on the log", encoding="utf-8")
     folder = tiny.hf_folder(path / "m", "llama", tie_word_embeddings=True)
     small = Bench(str(folder), 1, SMALL, path / "text.txt")
-    found = bench_plots.gather(list(PICTURES), small, {})
-    return json.loads(json.dumps(found))  # as a file gives it back
+    bench_plots.gather(list(PICTURES), small, path / "plots.json")
+    return bench_plots.read(path / "plots.json")
 
 
 def test_pages_leave_less_unused_than_slabs(data):
@@ -176,3 +176,12 @@ def test_pictures_not_asked_for_keep_their_data(tmp_path, capsys):
     assert bench.main(["plots", "--out", str(tmp_path / "p"), "--only", "radix-tree"]) == 0
     assert set(json.loads((tmp_path / "p.json").read_text(encoding="utf-8"))) == {"load", "radix-tree"}
     assert "came from the tree" in capsys.readouterr().out
+
+
+def test_what_was_gathered_before_a_failure_is_kept(tmp_path, monkeypatch):
+    def failing(small):
+        raise ValueError("no server")
+
+    monkeypatch.setitem(bench_plots.GATHER, "load", failing)
+    assert bench.main(["plots", "--out", str(tmp_path / "p"), "--only", "radix-tree", "load"]) == 2
+    assert set(bench_plots.read(tmp_path / "p.json")) == {"radix-tree"}
