@@ -125,7 +125,7 @@ class LLM:
         choose("verify", verify, ["coupled", "rejection"])
         if reserve == "contiguous" and prefix_cache != "none":
             raise ValueError(
-                f'reserve="contiguous" cannot share blocks: add prefix_cache="none" ({prefix_cache!r} now)'
+                f'reserve="contiguous" shares no blocks: prefix_cache must be "none", not {prefix_cache!r}'
             )
         if num_speculative_tokens < 1:
             raise ValueError(f"num_speculative_tokens={num_speculative_tokens}: at least 1; speculate=None is off")

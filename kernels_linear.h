@@ -267,7 +267,7 @@ void finish_tile(const Linear& p, const Activations& a, int64_t tile_bytes, int6
 template <class W, bool FLOATS> void linear_tiles(Pool& pool, const Linear& p, const Activations& a) {
     const int64_t tile_bytes = a.groups * W::BYTES + (p.group_size ? p.padded() / p.group_size : 1) * W::PARAMS;
     const int64_t width = p.silu_gate ? p.n / 2 : p.n, tiles = (width + TILE - 1) / TILE;
-    const int64_t run = std::max<int64_t>(1, tiles / (pool.threads() * 4)), runs = (tiles + run - 1) / run;
+    const int64_t run = std::max<int64_t>(1, tiles / (pool.threads() * 16)), runs = (tiles + run - 1) / run;
     const int64_t block = std::max<int64_t>(6, (24 << 10) / a.padded / 6 * 6);  // rows whose codes stay in L1
     const int64_t blocks = (p.rows + block - 1) / block;
     pool.parallel_for(runs * blocks, [&](int64_t item) {

@@ -2,9 +2,13 @@
 //
 // A decode step is about 200 parallel regions of 5 to 30 microseconds each, so handing out work must cost far less
 // than waking a thread does (5 microseconds and more). Between regions the helpers therefore watch one atomic for a
-// while before they go to sleep; the caller works too, and never waits for a helper that did not come in time:
+// while before they go to sleep; the caller works too, and never waits for a helper that did not come in time.
 //
-//   ticket = | job number (32 bits) | next item (32 bits) |      helpers and caller take items by compare-and-swap
+// Every thread begins with a share of its own, a run of neighbouring items: the weights that a kernel asks for ahead of
+// their use are then mostly its own. Whoever is done with his share helps with the others':
+//
+//     items   0 1 2 3 4 5 | 6 7 8 9 10 11       each share has a ticket  | job number (32 bits) | next item (32 bits) |
+//             caller ─►     helper ─►           and items are taken by compare-and-swap
 //
 // A helper that wakes late finds the job number changed or the items gone, and leaves; the caller waits only for items
 // that were taken and are not finished. Which thread computes an item never changes the result.
@@ -36,7 +40,7 @@ public:
         }
     }
 
-    int threads() const { return int(helpers_.size()) + 1; }
+    int threads() const { return int(shares_.size()); }
 
     void resize(int threads) {
         stop_ = true;
@@ -44,55 +48,67 @@ public:
         for (auto& t : helpers_) t.join();
         helpers_.clear();
         stop_ = false;
-        for (int i = 1; i < threads; i++) helpers_.emplace_back([this] { help(); });
+        shares_ = std::vector<Share>(threads);
+        for (int i = 1; i < threads; i++) helpers_.emplace_back([this, i] { help(i); });
     }
 
 private:
     static constexpr uint64_t NONE_LEFT = 0xffffffff;
     static constexpr int SPINS = 4000;  // about 50 to 150 microseconds of watching before sleep
 
+    struct alignas(64) Share {
+        std::atomic<uint64_t> ticket{0};
+        std::atomic<int64_t> end{0};
+    };
+
     void start(Task task, void* context, int64_t n) {
         task_.store(task, std::memory_order_relaxed);
         context_.store(context, std::memory_order_relaxed);
-        count_.store(n, std::memory_order_relaxed);
         done_.store(0, std::memory_order_relaxed);
-        uint64_t job = uint32_t((ticket_.load(std::memory_order_relaxed) >> 32) + 1);
-        ticket_.store(job << 32, std::memory_order_seq_cst);
+        const int64_t all = threads();
+        const uint64_t job = uint64_t(++job_) << 32;
+        for (int64_t t = 0; t < all; t++) shares_[t].end.store(n * (t + 1) / all, std::memory_order_relaxed);
+        for (int64_t t = 0; t < all; t++)
+            shares_[t].ticket.store(job | uint64_t(n * t / all), std::memory_order_seq_cst);
         if (sleeping_.load(std::memory_order_seq_cst)) wake();
-        take_items();
+        take_items(0);
         for (int spin = 0; done_.load(std::memory_order_acquire) < n; spin++)
             spin < SPINS ? cpu_relax() : std::this_thread::yield();
-        ticket_.store(job << 32 | NONE_LEFT, std::memory_order_release);
+        for (auto& share : shares_) share.ticket.store(job | NONE_LEFT, std::memory_order_release);
     }
 
-    void take_items() {
-        uint64_t t = ticket_.load(std::memory_order_acquire);
-        for (;;) {
-            // These may already belong to the next job; then the ticket passed through NONE_LEFT and the swap fails.
-            Task task = task_.load(std::memory_order_relaxed);
-            void* context = context_.load(std::memory_order_relaxed);
-            int64_t item = t & NONE_LEFT;
-            if (item >= count_.load(std::memory_order_relaxed)) return;
-            if (!ticket_.compare_exchange_weak(t, t + 1, std::memory_order_acq_rel)) continue;
-            task(context, item);
-            done_.fetch_add(1, std::memory_order_release);
-            t = ticket_.load(std::memory_order_acquire);
+    void take_items(int me) {
+        for (int k = 0, all = threads(); k < all; k++) {
+            Share& share = shares_[(me + k) % all];
+            uint64_t t = share.ticket.load(std::memory_order_acquire);
+            for (;;) {
+                // These may already belong to the next job; then the ticket passed through NONE_LEFT and the swap fails.
+                Task task = task_.load(std::memory_order_relaxed);
+                void* context = context_.load(std::memory_order_relaxed);
+                int64_t item = t & NONE_LEFT;
+                if (item >= share.end.load(std::memory_order_relaxed)) break;
+                if (!share.ticket.compare_exchange_weak(t, t + 1, std::memory_order_acq_rel)) continue;
+                task(context, item);
+                done_.fetch_add(1, std::memory_order_release);
+                t = share.ticket.load(std::memory_order_acquire);
+            }
         }
     }
 
-    void help() {
+    void help(int me) {
         uint64_t seen = 0;
+        auto& ticket = shares_[me].ticket;
         while (!stop_) {
-            for (int spin = 0; spin < SPINS && ticket_.load(std::memory_order_acquire) >> 32 == seen && !stop_; spin++)
+            for (int spin = 0; spin < SPINS && ticket.load(std::memory_order_acquire) >> 32 == seen && !stop_; spin++)
                 cpu_relax();
-            if (ticket_.load(std::memory_order_acquire) >> 32 == seen) {
+            if (ticket.load(std::memory_order_acquire) >> 32 == seen) {
                 std::unique_lock<std::mutex> lock(mutex_);
                 sleeping_.fetch_add(1, std::memory_order_seq_cst);
-                condition_.wait(lock, [&] { return stop_ || ticket_.load(std::memory_order_seq_cst) >> 32 != seen; });
+                condition_.wait(lock, [&] { return stop_ || ticket.load(std::memory_order_seq_cst) >> 32 != seen; });
                 sleeping_.fetch_sub(1, std::memory_order_seq_cst);
             }
-            seen = ticket_.load(std::memory_order_acquire) >> 32;
-            take_items();
+            seen = ticket.load(std::memory_order_acquire) >> 32;
+            take_items(me);
         }
     }
 
@@ -102,11 +118,11 @@ private:
     }
 
     std::vector<std::thread> helpers_;
-    alignas(64) std::atomic<uint64_t> ticket_{0};
+    std::vector<Share> shares_{1};
+    uint32_t job_ = 0;
     alignas(64) std::atomic<int64_t> done_{0};
     alignas(64) std::atomic<Task> task_{nullptr};
     std::atomic<void*> context_{nullptr};
-    std::atomic<int64_t> count_{0};
     std::atomic<int> sleeping_{0};
     std::atomic<bool> stop_{false};
     std::mutex mutex_;
