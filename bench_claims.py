@@ -35,13 +35,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
+import bench_guessing
 import bench_scheduling
 import bench_sharing
+import bench_speed
+import bench_start
 from bench_lab import FULL, QUICK, Claim, Lab, median
 from cli import engine_arguments
 from generate import LLM
 
-CLAIMS: dict[str, Claim] = bench_scheduling.CLAIMS | bench_sharing.CLAIMS
+CLAIMS: dict[str, Claim] = {
+    name: claim
+    for part in (bench_scheduling, bench_sharing, bench_speed, bench_start, bench_guessing)
+    for name, claim in part.CLAIMS.items()
+}
 FLIPPED = (
     "max_num_seqs max_num_batched_tokens policy prefix_cache preemption batching reserve chunked speculate overlap "
     "jump_forward kernels"
@@ -104,13 +111,14 @@ def measure(lab: Lab, name: str) -> dict:
     for side, data in found.sides.items():  # sides of one workload must answer alike
         groups.setdefault(side.rpartition(", ")[0], []).append(data.pop("answers"))
     same = None if claim.alone else all(answer == group[0] for group in groups.values() for answer in group)
+    apart = "".join(f"; {name}: rounding differs" for name, group in groups.items() if not any(group))
     head = {key: getattr(claim, key) for key in ("mechanism", "claim", "source", "setting")}
     return head | {
         "measured": found.measured,
         "floor": found.floor,
         "why": claim.why,
         "same_answers": same,
-        "answers": claim.alone or ("the same on all sides" if same else "NOT the same on all sides"),
+        "answers": claim.alone or f"{'' if same else 'NOT '}the same on all sides{apart}",
         "sides": found.sides,
     }
 

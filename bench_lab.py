@@ -37,6 +37,7 @@ from generate import LLM
 from kv_paged import BlockPool
 from radix import PREFIX_CACHES
 from request import Request
+from roofline import read_bandwidth
 from sampling_params import SamplingParams
 from scheduler import Scheduler, Sequence, Step
 
@@ -63,12 +64,19 @@ class Sizes:
     preempt_requests: int = 8
     preempt_answer: int = 96
     lpm_requests: int = 160
+    batches: tuple[int, ...] = (1, 8, 32)
+    decoded: int = 48  # tokens of each sequence where only decoding is timed
+    text: int = 1024  # of data/alice.txt
+    compile: bool = True  # dense layers too, which takes half a minute
+    guessed: int = 64  # tokens of each answer that is guessed at
+    records: int = 6  # answers in JSON
 
 
 FULL = Sizes()
 QUICK = Sizes(
     rounds=1, trace_requests=200, batch_requests=16, answer_mean=24, shared=192, questions=4, conversations=1, turns=3,
     turn=64, branches=2, unshared=96, long_prompt=1000, budgets=(128,), preempt_answer=64, lpm_requests=80,
+    decoded=16, text=256, compile=False, guessed=32, records=3,
 )  # fmt: skip
 
 
@@ -155,6 +163,11 @@ class Lab:
     def llm(self) -> LLM:
         return self.open()
 
+    @cached_property
+    def bandwidth(self) -> float:
+        """Bytes a second of this machine's memory."""
+        return read_bandwidth(self.llm.device)
+
     def open(self, **changed) -> LLM:
         """An engine with some flags changed, warmed up. It stays until `close`."""
         flags = self.flags | changed
@@ -162,9 +175,8 @@ class Lab:
             flags["num_blocks"] = 512  # beside the lab's own engine there is no room for another whole pool
         llm = LLM(**flags)
         self._process[llm] = kernels.backend(), torch.get_num_threads()
-        llm.generate(
-            [random_prompt(llm.config.vocab_size, 64, self.seed)], answer_of(2)
-        )  # touch the weights and the first pages
+        prompt = random_prompt(llm.config.vocab_size, 16, self.seed)
+        llm.generate([prompt], answer_of(2))  # touch the weights and the first pages
         return llm
 
     def use(self, llm: LLM) -> LLM:
@@ -273,6 +285,11 @@ def run_all(llm: LLM, requests: list[Request]) -> float:
 def tokens_of(requests: list[Request]) -> list[list[int]]:
     """The tokens of every answer, those of parallel ones side by side."""
     return [list(choice.token_ids) for request in requests for choice in request.choices]
+
+
+def megabytes(nbytes: float) -> float:
+    """To four digits."""
+    return float(f"{nbytes / 1e6:.4g}")
 
 
 def median(values: list[float]) -> float:
