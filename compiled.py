@@ -113,13 +113,13 @@ class DecodeGraphs:
     def __init__(self, model: Transformer, kv, buckets: Sequence[int], max_blocks: int, capture: Callable):
         self.model, self.kv, self.capture, self.device = model, kv, capture, model.norm.device
         self.buckets, self.max_blocks = sorted(buckets), max_blocks
-        self.recorded: dict[int, tuple[Batch, torch.Tensor, Callable]] = {}
+        self.recorded: dict[int, tuple[Batch, torch.Tensor, torch.Tensor, Callable]] = {}
         self.seconds = 0.0  # spent recording
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """float32 logits [R, vocab]: replayed if the rows fit into a bucket, else computed as always.
 
-        Replayed logits are overwritten by the next replay.
+        Replayed logits, and the model's `states` beside them, are overwritten by the next replay.
         """
         rows, wanted = len(batch.tokens), None
         if rows > self.buckets[-1]:
@@ -128,7 +128,7 @@ class DecodeGraphs:
             wanted = batch.logit_rows
             batch = one_token_each(batch)
         bucket = self.buckets[bisect_left(self.buckets, rows)]
-        static, logits, replay = self.recorded.get(bucket) or self.record(bucket)
+        static, logits, states, replay = self.recorded.get(bucket) or self.record(bucket)
         if rows < bucket:
             static.slot_mapping[rows:] = 0
             static.context_lens[rows:] = 1
@@ -141,14 +141,23 @@ class DecodeGraphs:
                 target = target[:, : source.shape[1]]
             target[:rows] = source[:rows]
         replay()
-        return logits[:rows] if wanted is None or len(wanted) == rows else logits[wanted]
+        chosen = slice(rows) if wanted is None or len(wanted) == rows else wanted
+        self.model.states = states[chosen]
+        return logits[chosen]
 
-    def record(self, bucket: int) -> tuple[Batch, torch.Tensor, Callable]:
+    def record(self, bucket: int) -> tuple[Batch, torch.Tensor, torch.Tensor, Callable]:
         start = time.perf_counter()
 
         static = padding_batch(bucket, self.device, self.max_blocks)
-        logits, replay = self.capture(lambda: self.model(static, self.kv))
-        self.recorded[bucket] = static, logits, replay
+        states = torch.empty(bucket, self.model.config.hidden_size, dtype=self.model.dtype, device=self.device)
+
+        def run() -> torch.Tensor:
+            logits = self.model(static, self.kv)
+            states.copy_(self.model.states)
+            return logits
+
+        logits, replay = self.capture(run)
+        self.recorded[bucket] = static, logits, states, replay
         self.seconds += time.perf_counter() - start
         return self.recorded[bucket]
 

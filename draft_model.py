@@ -37,6 +37,8 @@ import torch
 from torch import nn
 
 from block_tables import BlockTables
+from draft_head import SHIPPED, HeadProposer, load_head
+from engine import Engine
 from guided import GuidedAnswer
 from kv_paged import BlockPool, KVCache
 from layout import build_batch
@@ -194,23 +196,27 @@ class DraftModel:
         return draw(q, state.uniform(GUESS))
 
 
-def make_proposer(
-    speculate: str, target: Transformer, tokenizer: Tokenizer, kv: KVCache, load, rejection: bool
-) -> Proposer:
-    """The proposer that "ngram", "draft:<model>" or "self:<layers>" asks for; load(name) -> (Transformer, Tokenizer).
+def make_proposer(speculate: str, engine: Engine, load, rejection: bool) -> Proposer:
+    """The proposer that LLM's `speculate` asks for; load(name) -> (Transformer, Tokenizer) of a draft model.
 
     A draft model gets as many pages as the target has.
     """
-    kind, _, what = speculate.partition(":")
-    if kind == "ngram" and not what:
+    target, tokenizer, kv = engine.model, engine.tokenizer, engine.kv
+    kind, colon, what = speculate.partition(":")
+    if speculate == "ngram":
         return NgramProposer()
+    if kind == "head" and (what or not colon):
+        return HeadProposer(load_head(what or SHIPPED, target), target, engine.rows)
     if kind == "self" and what.isdecimal():
         draft = first_layers(target, int(what))
     elif kind == "draft" and what:
         draft, its_tokenizer = load(what)
         check_same_tokens(its_tokenizer, tokenizer)
     else:
-        raise ValueError(f"speculate={speculate!r} is not known; use ngram, draft:<model> or self:<number of layers>")
+        raise ValueError(
+            f"speculate={speculate!r} is not known; use ngram, head, head:<file.safetensors>, draft:<model> or "
+            "self:<number of layers>"
+        )
     c = draft.config
     pages = KVCache(
         len(draft.layers), kv.num_blocks, kv.block_size, c.num_kv_heads, c.head_dim, draft.dtype, kv.data.device

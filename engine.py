@@ -79,6 +79,7 @@ class Engine:
         self.guides = Guides(tokenizer, model.config.vocab_size, eos_token_ids, jump_forward)
         self.overlap = Overlap(self) if overlap else None
         self.jumping: set[Choice] = set()  # have forced tokens that may be appended
+        self.rows: dict[Choice, int] = {}  # of the last step: where the latest token of each was drawn, for who guesses
 
     # -- requests come and go
 
@@ -165,6 +166,7 @@ class Engine:
     def plan(self) -> tuple[Step, list[Choice]]:
         """Choose the next step; also the choices that carry guesses or forced tokens behind their last one."""
         drafted = self._append_drafts() if self.jumping or self.speculator is not None else []
+        self.rows.clear()
         step = self.scheduler.schedule()
         if drafted:
             self._drop_unscheduled(step, drafted)
@@ -305,6 +307,7 @@ class Engine:
         drawn, rows = [], []
         for i, (choice, last) in enumerate(ready):
             row, params = last - choice.num_draft, choice.request.params
+            self.rows[choice] = row
             if not choice.forced:
                 drawn.append(i)
                 rows.append(row)

@@ -25,6 +25,7 @@ import torch
 import kernels
 from checkpoint import Checkpoint, open_checkpoint
 from compiled import GPU_BUCKETS, DecodeGraphs, LayerCompiler, cuda_capture, tape_capture
+from draft_head import HeadProposer
 from draft_model import DraftModel, make_proposer
 from engine import Engine
 from kv_paged import BlockPool, KVCache, block_bytes, blocks_for_budget, blocks_needed, describe_capacity, free_memory
@@ -70,9 +71,10 @@ class LLM:
     max_model_len   the longest prompt plus answer; at most what the model was trained for
     policy          "fcfs", "priority" or "lpm"; preemption "recompute" or "swap"; batching "continuous" or "static"
     prefix_cache    "radix", "hash" or "none"
-    speculate       None, "ngram", "draft:<model>" or "self:<layers>"; at most num_speculative_tokens guesses at a time;
-                    verify "coupled" (the same tokens as without) or "rejection" (the same distribution);
-                    draft_quant is the draft model's quant (None: as the target)
+    speculate       None, "ngram", "head" (trained for the default model), "head:<file>", "draft:<model>" or
+                    "self:<layers>"; at most num_speculative_tokens guesses at a time; verify "coupled" (the same tokens
+                    as without) or "rejection" (the same distribution); draft_quant is the draft model's quant (None: as
+                    the target)
     overlap         plan the next step while the model runs this one (overlap.py; pays where Python and model do not
                     share the processor)
     jump_forward    append what a structured answer can only go on with, instead of drawing it token by token
@@ -178,16 +180,16 @@ class LLM:
         )
         self.compiler: LayerCompiler | None = None
         self.graphs: DecodeGraphs | None = None
+
+        def load_draft(name: str) -> tuple[Transformer, Tokenizer]:
+            ckpt = open_checkpoint(name)
+            return self._load(ckpt, draft_quant or quant, dtype, activations), Tokenizer.from_checkpoint(ckpt)
+
+        rejection = verify == "rejection"
+        proposer = make_proposer(speculate, self.engine, load_draft, rejection) if speculate is not None else None
         if compile:
             self._compile(quant, max_num_seqs)
-        if speculate is not None:
-
-            def load_draft(name: str) -> tuple[Transformer, Tokenizer]:
-                ckpt = open_checkpoint(name)
-                return self._load(ckpt, draft_quant or quant, dtype, activations), Tokenizer.from_checkpoint(ckpt)
-
-            rejection = verify == "rejection"
-            proposer = make_proposer(speculate, self.model, self.tokenizer, self.kv, load_draft, rejection)
+        if proposer is not None:
             self._speculate(proposer, num_speculative_tokens, max_num_seqs, compile, draft_quant or quant)
 
     # -- what users call
@@ -323,14 +325,18 @@ class LLM:
         """Measure what steps cost by their rows, which says how much guessing pays."""
         state = SamplerState(SamplingParams(temperature=0), [0])
 
+        @torch.inference_mode()
         def cost(run_model, most_rows: int) -> StepCost:
             def run(rows: int) -> None:
                 sample(run_model(padding_batch(rows, self.device)), [state] * rows)
 
-            with torch.inference_mode():
-                return StepCost.measure(run, most_rows)
+            return StepCost.measure(run, most_rows)
 
         draft = None
+        if isinstance(proposer, HeadProposer):
+            if self.graphs is not None and self.device.type == "cpu":
+                proposer.capture = self.graphs.capture
+            draft = proposer.measure(max_num_seqs)
         if isinstance(proposer, DraftModel):
             graphs = self._graphs(proposer.model, proposer.kv, quant, max_num_seqs) if capture else None
             proposer.run_model = graphs or proposer.run_model

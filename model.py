@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 import kernels  # noqa: F401  (registers the operations of torch.ops.vitrine)
-from quantize import embedding_from_checkpoint, linear_from_checkpoint, parse_scheme
+from quantize import Embedding, embedding_from_checkpoint, linear_from_checkpoint, parse_scheme
 
 ops = torch.ops.vitrine
 
@@ -191,6 +191,7 @@ class Transformer(nn.Module):
         # A plain attribute: as a buffer, .to(bfloat16) would round the angles.
         self.cos_sin = rope_table(config, max_model_len or config.max_position_embeddings).to(device)
         self.run_layer = DecoderLayer.forward  # compiled.py may replace it
+        self.states: Tensor | None = None  # [R, hidden] of the last step: what its logits were made of
 
     def hidden(self, batch: Batch, kv) -> Tensor:
         """Run all layers, writing keys and values into `kv`; the last hidden states of the wanted rows [R, hidden]."""
@@ -214,8 +215,13 @@ class Transformer(nn.Module):
 
     def forward(self, batch: Batch, kv) -> Tensor:
         """float32 logits [R, vocab] of the wanted rows."""
-        head = self.embed if self.lm_head is None else self.lm_head
-        return head.logits(self.hidden(batch, kv)).float()
+        self.states = self.hidden(batch, kv)
+        return self.head.logits(self.states).float()
+
+    @property
+    def head(self) -> Embedding:
+        """What turns hidden states into logits."""
+        return self.embed if self.lm_head is None else self.lm_head
 
     @property
     def weight_bytes(self) -> int:

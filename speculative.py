@@ -26,12 +26,12 @@ arithmetic left to guess with, and text without repetition none to gain: there i
 to time.
 
 This file has the rules and the cheapest proposer: what followed the last occurrence of the latest few tokens (prompt
-lookup). draft_model.py has the others.
+lookup). draft_head.py has one that was trained for its target, draft_model.py those that are models.
 
 Sources: Leviathan, Kalman and Matias 2023 (arXiv:2211.17192, section 2.3 and appendix A.1 for the rule, 3.3 for the
 cost); Chen et al. 2023 (arXiv:2302.01318); Daliri, Musco and Suresh 2024 (arXiv:2408.07978) for coupled draws that do
 not depend on the draft; prompt lookup: Saxena 2023 and LLMA (Yang et al. 2023, arXiv:2304.04487).
-Left out: trees of guesses, and heads trained to guess (Medusa, EAGLE).
+Left out: trees of guesses.
 """
 
 from __future__ import annotations
@@ -268,3 +268,14 @@ class Speculator:
             "tokens_per_step": 1 + self.accepted / self.decodes if self.decodes else 1.0,
             "break_even": self.break_even(),
         }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`python speculative.py train | measure`: the commands live in train_head.py, which needs the whole engine."""
+    import train_head
+
+    return train_head.main(argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

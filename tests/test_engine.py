@@ -18,6 +18,7 @@ import guided
 import kernels
 import naive
 from checkpoint import open_checkpoint
+from draft_head import DraftHead, HeadProposer, head_shapes
 from draft_model import DraftModel, first_layers
 from engine import Engine
 from kv_paged import BlockPool, KVCache
@@ -54,6 +55,15 @@ def stranger() -> Transformer:
     return Transformer(open_checkpoint(folder), max_model_len=CONTEXT)
 
 
+@functools.cache
+def random_head(arch: str) -> DraftHead:
+    """A head that is sure of itself and seldom right."""
+    model, draw = world(arch)[2], torch.Generator().manual_seed(3)
+    shapes = head_shapes(model.config.hidden_size, 16, 40)
+    weights = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items() if name != "kept"}
+    return DraftHead(weights | {"kept": torch.arange(3, 323, 8)[:40] % 320}, model)
+
+
 def make_engine(
     arch="llama",
     block_size=4,
@@ -67,7 +77,7 @@ def make_engine(
     overlap=False,
     **switches,
 ) -> Engine:
-    """speculate: "ngram", "self:1", "copy" (of the target, as its draft) or "stranger"; `most` guesses."""
+    """speculate: "ngram", "head", "self:1", "copy" (of the target, as its draft) or "stranger"; `most` guesses."""
     ckpt, _, model, tokenizer = world(arch)
 
     def pages(c, layers: int) -> KVCache:
@@ -83,6 +93,8 @@ def make_engine(
     engine = Engine(model, kv, scheduler, tokenizer, eos, jump_forward=jump_forward, overlap=overlap)
     if speculate == "ngram":
         engine.speculator = Speculator(NgramProposer(3, 1), most, step_cost)
+    elif speculate == "head":
+        engine.speculator = Speculator(HeadProposer(random_head(arch), model, engine.rows), most, step_cost)
     elif speculate:
         draft = {"copy": lambda: model, "stranger": stranger, "self:1": lambda: first_layers(model, 1)}[speculate]()
         proposer = DraftModel(draft, pages(draft.config, len(draft.layers)), ckpt.config.vocab_size, rejection, 40)
@@ -234,7 +246,7 @@ def switches(draw):
         "jump_forward": draw(st.booleans()),
         "overlap": draw(st.booleans()),
         "kernels": draw(st.sampled_from(["reference", "native"])),
-        "speculate": draw(st.sampled_from([None, "ngram", "copy", "stranger", "self:1"])),
+        "speculate": draw(st.sampled_from([None, "ngram", "head", "copy", "stranger", "self:1"])),
     }
     if chosen["speculate"]:
         chosen["most"] = draw(st.integers(1, 5))

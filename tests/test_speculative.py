@@ -19,7 +19,7 @@ from sampling_params import SamplingParams
 from speculative import GUESS, NgramProposer, Speculator, StepCost, rejection_sample, verdict
 from tokenizer import Tokenizer
 
-PROPOSERS = ("ngram", "copy", "stranger", "self:1")
+PROPOSERS = ("ngram", "head", "copy", "stranger", "self:1")
 
 
 def surprise(counts: list[int], p: list[float]) -> float:
@@ -272,7 +272,7 @@ def test_a_quantised_copy_can_be_the_draft(tmp_path):
         LLM(folder, **options, speculate="ngram", num_speculative_tokens=0)
 
 
-@pytest.mark.parametrize("wrong", ("ngrams", "self:0", "self:2", "self:x", "draft:", "ngram:3"))
+@pytest.mark.parametrize("wrong", ("ngrams", "self:0", "self:2", "self:x", "draft:", "ngram:3", "head:", "heads"))
 def test_unknown_proposers_are_refused_by_name(tmp_path, wrong):
     folder = tiny.hf_folder(tmp_path / "m", "llama")
     with pytest.raises(ValueError, match=f"speculate='{wrong}'"):

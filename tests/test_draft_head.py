@@ -1,0 +1,350 @@
+"""The draft head is handed the right states, changes no answer, learns, and is refused where it does not belong."""
+
+import dataclasses
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+from test_engine import GREEDY, expected, make_engine, prompts_of, random_head, run, world
+from test_speculative import surprise
+
+import head_texts
+import kernels
+from compiled import DecodeGraphs
+from draft_head import DraftHead, HeadProposer, fingerprint, head_shapes, load_head, read_head, save_head, strength_of
+from generate import LLM
+from kv_paged import KVCache
+from layout import build_batch
+from sampling_params import SamplingParams
+from scheduler import Sequence, Step
+from speculative import NgramProposer, Speculator
+from train_head import Settings, head_step, norm, train
+
+OPTIONS = {"kernels": "reference", "num_blocks": 200, "threads": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tiny.hf_folder(tmp_path_factory.mktemp("m") / "m", "llama"))
+
+
+# -- the states it is handed
+
+
+def last_state(tokens: list[int]) -> torch.Tensor:
+    """The hidden state that the token behind `tokens` is drawn from, computed in one step by itself."""
+    c, model = world()[0].config, world()[2]
+    seq = Sequence(list(tokens), 1)
+    seq.block_table = list(range(1, len(tokens) // 4 + 2))
+    kv = KVCache(c.num_layers, len(seq.block_table) + 1, 4, c.num_kv_heads, c.head_dim, torch.float32)
+    (state,) = model.hidden(
+        build_batch(Step(0, [(seq, len(tokens))]), [range(len(tokens) - 1, len(tokens))], 4, "cpu"), kv
+    )
+    return state
+
+
+class Spy(NgramProposer):
+    """Guesses as ever, and notes which states it is shown beside those that it ought to be shown."""
+
+    def __init__(self, engine):
+        super().__init__(3, 1)
+        self.engine, self.seen, self.without = engine, [], 0
+
+    def strength(self, choices):
+        for choice in choices:
+            row = self.engine.rows.get(choice)
+            self.without += row is None
+            if row is not None:
+                tokens = tuple(choice.seq.tokens[:-1])
+                self.seen.append((tokens, self.engine.model.states[row].clone()))
+        return super().strength(choices)
+
+
+def renewed(run):
+    output = run()
+    return output, lambda: output.copy_(run())
+
+
+@pytest.mark.parametrize(
+    "case",
+    ("plain", "graphs", "padded graphs", "chunks", "preempted", "forks", "forced", "overlap", "scored"),
+)
+def test_the_states_are_those_that_the_last_tokens_were_drawn_from(case):
+    switches = {
+        "chunks": {"max_num_batched_tokens": 5},
+        "preempted": {"block_size": 2, "num_blocks": 22, "prefix_cache": "none"},
+        "overlap": {"overlap": True},
+    }.get(case, {})
+    engine = make_engine(**switches)
+    if "graphs" in case:
+        buckets = [3, 9, 30] if case.startswith("padded") else list(range(1, 30))
+        engine.run_model = DecodeGraphs(engine.model, engine.kv, buckets, 16, renewed)
+    spy = Spy(engine)
+    engine.speculator = Speculator(spy, 3)
+    more = {
+        "forks": {"n": 3, "temperature": 0.8, "seed": 1},
+        "forced": {"regex": "(the (cat|dog) sat on the mat, ){2}[a-f]{2,9}"},
+        "scored": {"logprobs": 1, "prompt_logprobs": 1},
+    }.get(case, {})
+    params = dataclasses.replace(GREEDY, max_tokens=24, **more)
+    prompts = prompts_of(5, 9, 14)
+    outputs = run(engine, [(p, params) for p in prompts], [0, 2, 3])
+    if case not in ("forks", "forced"):
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert output.outputs[0].token_ids == expected("llama", prompt, params)
+    assert len(spy.seen) > 12 and spy.without <= 2  # a step may have no room for everyone
+    if case == "preempted":
+        assert engine.scheduler.stats()["preemptions"] > 0
+    if case not in ("forced", "forks"):
+        assert engine.speculator.accepted > 0
+    with torch.inference_mode():
+        for tokens, state in spy.seen:
+            assert torch.allclose(state, last_state(tokens), atol=1e-4), len(tokens)
+
+
+def test_an_answer_without_a_state_goes_without_guesses():
+    engine = make_engine(speculate="head")
+    requests = [engine.add(p, GREEDY) for p in prompts_of(5, 9)]
+    engine.step()
+    first, second = (request.choices[0] for request in requests)
+    del engine.rows[first]
+    strengths = engine.speculator.proposer.strength([first, second])
+    assert strengths[0] == 0 < strengths[1]
+    assert [len(g) for g in engine.speculator.proposer.propose([first, second], [2, 2])] in ([0, 1], [0, 2])
+
+
+# -- guessing
+
+
+def test_strength_is_the_odds():
+    chances = (float("nan"), 0.0, 0.33, 0.34, 0.6, 0.7, 0.81, 0.9, 0.95, 1.0)
+    assert [strength_of(chance) for chance in chances] == [0, 0, 0, 1, 1, 2, 4, 8, 16, 16]
+
+
+def test_guesses_end_where_they_are_worth_less_than_the_limit_says():
+    proposer = HeadProposer(random_head("llama"), world()[2], {})
+    script = iter([[(7, 0.9)], [(8, 0.7)], [(9, 0.99)]])
+    proposer.round = lambda states, rows, tokens: (states, next(script))
+    proposer.states = torch.zeros(2, 4)
+    proposer.first = {"a": (5, 0.8, 0), "b": (6, 0.5, 1)}
+    assert proposer.propose(["a", "b", "c"], [4, 1, 3]) == [[5, 7, 8, 9], [6], []]  # 0.8 * 0.9 * 0.7 * .99 > 0.8 ** 4
+    script = iter([[(7, 0.5), (8, 0.6)], [(9, 0.9)]])
+    assert proposer.propose(["a", "b"], [2, 3]) == [[5], [6, 8, 9]]  # 0.8 * 0.5 < 0.8 ** 2
+
+
+@pytest.mark.parametrize("by_numpy", (True, False))
+def test_a_round_of_several_answers_is_each_by_itself(by_numpy):
+    head, model = random_head("llama"), world()[2]
+    proposer = HeadProposer(head, model, {})
+    assert proposer.by_numpy
+    proposer.by_numpy = by_numpy
+    states, tokens = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)), [5, 17, 300]
+    together, guesses = proposer.round(states, [2, 0, 3], tokens)
+    for i, row in enumerate((2, 0, 3)):
+        after, logits = head(states[row : row + 1], torch.tensor(tokens[i : i + 1]))
+        assert torch.allclose(after[0], together[i], rtol=1e-4, atol=1e-2)  # of hundreds
+        assert guesses[i] == (head.kept[logits.argmax()], pytest.approx(float(logits.softmax(1).max()), abs=1e-4))
+
+
+@pytest.mark.parametrize("fields", ({"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}))
+def test_F42_drawn_answers_keep_their_distribution(fields):
+    """Always the same logits, guesses that depend on the token: every place must be drawn from those logits."""
+    engine = make_engine(num_blocks=2000, max_num_seqs=200)
+    model, favourites = engine.model, {10: 1.0, 11: 0.4, 12: 0.0, 13: -0.5, 14: 0.9, 15: -2.0}
+    row = torch.full((320,), -50.0)
+    row[list(favourites)] = torch.tensor(list(favourites.values()))
+
+    def run_model(batch):
+        model.states = torch.ones(len(batch.logit_rows), 64)
+        return row.repeat(len(batch.logit_rows), 1)
+
+    engine.run_model = run_model
+    draw = torch.Generator().manual_seed(5)
+    weights = {n: torch.randn(s, generator=draw) for n, s in head_shapes(64, 16, 6).items() if n != "kept"}
+    head = DraftHead(weights | {"kept": torch.tensor(list(favourites))}, model)
+    engine.speculator = Speculator(HeadProposer(head, model, engine.rows), 3)
+    scores = torch.tensor(list(favourites.values())) / fields["temperature"]
+    p = scores.softmax(0)
+    if "top_p" in fields:
+        order = p.argsort(descending=True)
+        before = p[order].cumsum(0) - p[order]
+        p[order[before >= fields["top_p"]]] = 0
+        p /= p.sum()
+    counts = [[0] * 6 for _ in range(5)]
+    for seed in range(6):
+        params = SamplingParams(n=100, seed=seed, max_tokens=5, ignore_eos=True, **fields)
+        (output,) = run(engine, [([5, 6], params)])
+        for answer in output.outputs:
+            for place, token in enumerate(answer.token_ids):
+                counts[place][token - 10] += 1
+    for count in counts:
+        assert surprise(count, p.tolist()) < 5
+    assert 0.02 < engine.speculator.accepted / engine.speculator.drafted < 0.7
+
+
+@pytest.mark.parametrize("quant", ("int4", None))
+def test_recorded_rounds_answer_as_computed_ones(folder, tmp_path, quant):
+    if kernels.set_backend("native") != "native":
+        pytest.skip("needs a C++ compiler")
+    path, answers = tmp_path / "head.safetensors", []
+    for recorded in (False, True):
+        llm = LLM(folder, quant=quant, num_blocks=100, max_num_seqs=4)
+        if not path.exists():
+            weights = {n: torch.randn(s) for n, s in head_shapes(64, 16, 40).items() if n != "kept"}
+            save_head(path, weights | {"kept": torch.arange(40)}, llm.model, "tiny", {})
+        llm = LLM(
+            folder,
+            quant=quant,
+            num_blocks=100,
+            max_num_seqs=4,
+            compile=recorded and quant is not None,
+            speculate=f"head:{path}",
+        )
+        llm.engine.speculator.step = None
+        params = SamplingParams(temperature=0.7, seed=1, max_tokens=20, ignore_eos=True)
+        outputs = llm.generate(prompts_of(5, 9, 3), params)
+        answers.append(([o.outputs[0].token_ids for o in outputs], llm.stats()["drafted"], llm.stats()["accepted"]))
+        assert llm.stats()["drafted"] > 0
+    kernels.set_backend("reference")
+    assert answers[0] == answers[1]
+
+
+# -- the file
+
+
+def written(path, model, **changes) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    weights = {n: torch.randn(s, generator=draw) for n, s in head_shapes(64, 16, 40).items() if n != "kept"}
+    save_head(path, weights | {"kept": torch.arange(40)} | changes, model, "tiny", {"steps": 3})
+    return weights
+
+
+def test_a_file_brings_back_the_head(tmp_path):
+    model = world()[2]
+    weights = written(tmp_path / "h", model)
+    found, about = read_head(tmp_path / "h")
+    assert about["training"] == {"steps": 3} and about["target"] == "tiny"
+    assert all(torch.equal(found[n], w.half()) for n, w in weights.items())
+    head = load_head(tmp_path / "h", model)
+    state, token = torch.randn(3, 64), torch.tensor([4, 5, 6])
+    after, logits = head(state, token)
+    wanted = head_step({n: w.half().float() for n, w in weights.items()}, state, model.embed.lookup(token))
+    assert torch.allclose(after, wanted, atol=1e-3, rtol=1e-4)
+    table = model.lm_head.lookup(torch.arange(40))
+    assert torch.allclose(logits, norm(wanted, weights["out_norm"].half().float()) @ table.T, atol=1e-3, rtol=1e-3)
+    assert torch.equal(head.kept, torch.arange(40))
+
+
+def test_F43_a_head_of_another_model_is_refused_before_anything_runs(folder, tmp_path, monkeypatch):
+    path = tmp_path / "h"
+    strangers = {
+        "hidden size 96": {"hidden_size": 96},
+        "vocabulary 352": {"vocab_size": 352},
+        "fingerprint": {"seed": 7},
+    }
+    for cause, change in strangers.items():
+        other = LLM(str(tiny.hf_folder(tmp_path / cause, "llama", **change)), **OPTIONS)
+        hidden = other.config.hidden_size
+        weights = {n: torch.ones(s) for n, s in head_shapes(hidden, 16, 40).items() if n != "kept"}
+        save_head(path, weights | {"kept": torch.arange(40)}, other.model, "other", {})
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match=f"'other', {cause}.*speculative.py train"):
+            patch.setattr("model.Transformer.forward", lambda *args: pytest.fail("the model ran"))
+            LLM(folder, **OPTIONS, compile=True, speculate=f"head:{path}")
+    with pytest.raises(ValueError, match="no draft head.*speculative.py train"):
+        LLM(folder, **OPTIONS, speculate=f"head:{tmp_path}/nothing")
+    assert len({fingerprint(LLM(str(tmp_path / cause), **OPTIONS).model) for cause in strangers}) == 3
+    assert fingerprint(LLM(folder, **OPTIONS).model) == fingerprint(LLM(folder, quant="int4", **OPTIONS).model)
+
+
+def test_F54_damaged_heads_are_refused_by_cause(tmp_path):
+    model, path = world()[2], tmp_path / "h"
+    written(path, model)
+    whole = path.read_bytes()
+    for content, cause in ((whole[:-100], "cannot be read"), (b"version https://git-lfs", "cannot be read")):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=cause):
+            load_head(path, model)
+    path.write_bytes(whole)
+    save_file(load_file(str(path)), str(path))
+    with pytest.raises(ValueError, match="no draft head of version 1"):
+        load_head(path, model)
+    for change, cause in (
+        ({"down": torch.ones(64, 15)}, "its tensors"),
+        ({"more": torch.ones(1)}, "its tensors"),
+        ({"kept": torch.arange(300, 340)}, "outside the vocabulary"),
+    ):
+        written(path, model, **change)
+        with pytest.raises(ValueError, match=cause):
+            load_head(path, model)
+
+
+# -- learning
+
+
+@pytest.fixture(scope="module")
+def decided(tmp_path_factory):
+    """A model that is sure of what it says."""
+    folder = tiny.hf_folder(tmp_path_factory.mktemp("m") / "m", "llama")
+    weights = load_file(str(folder / "model.safetensors"))
+    save_file(weights | {"lm_head.weight": weights["lm_head.weight"] * 4}, str(folder / "model.safetensors"))
+    return str(folder)
+
+
+SMALL = Settings("tiny", None, texts=6, tokens=40, steps=200, kept=320, width=32, batch=48, rate=2e-2, dropout=0.0)
+
+
+def test_a_trained_head_is_right_more_often_than_a_random_one(decided, tmp_path):
+    out, right = tmp_path / "h", []
+    train(out, SMALL, lambda: LLM(decided, **OPTIONS))
+    weights, about = read_head(out)
+    assert about["training"]["steps"] == 200 and set(weights) == set(head_shapes(64, 32, 1))
+    target = LLM(decided, **OPTIONS).model
+    for trained in (True, False):
+        if not trained:
+            draw = torch.Generator().manual_seed(0)
+            drawn = {n: torch.randn(w.shape, generator=draw) for n, w in weights.items() if n != "kept"}
+            save_head(out, drawn | {"kept": weights["kept"]}, target, "tiny", {})
+        llm = LLM(decided, **OPTIONS, speculate=f"head:{out}")
+        llm.engine.speculator.step = None
+        for text in head_texts.requests(6, 0):
+            llm.chat([{"role": "user", "content": text}], SamplingParams(temperature=0, max_tokens=40))
+        right.append(llm.stats()["accepted"])
+    assert right[0] > 30 > right[1]
+
+
+@pytest.mark.parametrize("where", ("texts", "steps"))
+def test_an_interrupted_training_ends_with_the_same_file(folder, tmp_path, monkeypatch, where):
+    monkeypatch.setattr(head_texts, "SHARD", 2)
+    monkeypatch.setattr("train_head.SAVE_EVERY", 10)
+    settings = dataclasses.replace(SMALL, steps=25, tokens=20)
+
+    def load():
+        return LLM(folder, **OPTIONS)
+
+    train(tmp_path / "whole", settings, load)
+
+    class Interrupting:
+        def __init__(self, what):
+            self.what = what
+
+        def __call__(self, done, total, *more):
+            if self.what == where and done in (4, 14):
+                raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("train_head.Bar", Interrupting)
+        train(tmp_path / "halves", settings, load)
+    assert not (tmp_path / "halves").exists()
+    with pytest.raises(ValueError, match="--resume, or delete it"):
+        train(tmp_path / "halves", settings, load)
+    with pytest.raises(ValueError, match=r"other settings.*'seed': \(0, 1\)"):
+        train(tmp_path / "halves", dataclasses.replace(settings, seed=1), load, resume=True)
+    train(tmp_path / "halves", settings, load, resume=True)
+    assert (tmp_path / "halves").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_measuring_texts_are_not_training_texts():
+    asked = "\n".join(head_texts.requests(2000, 0))
+    for text in (text for texts in head_texts.held_out().values() for text in texts):
+        assert " ".join(text.split()[:4]) not in asked
