@@ -16,6 +16,7 @@ Left out: Windows, and compilers that do not understand g++'s options.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import os
@@ -23,6 +24,7 @@ import platform
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -59,15 +61,25 @@ def build(extra_flags: tuple[str, ...] = ()) -> Path:
     library = cache_dir() / f"kernels-{key.hexdigest()[:24]}.so"
     if library.exists():
         return library
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:  # renamed when complete: never half a library
-        result = subprocess.run(
-            [*compiler, *flags, str(sources[0]), "-o", f"{folder}/kernels.so"], capture_output=True, text=True
-        )
-        if result.returncode:
-            raise BuildError(f"{' '.join(compiler)} failed on kernels.cpp:\n{result.stderr[-2000:]}")
-        os.replace(f"{folder}/kernels.so", library)
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(dir=library.parent)
+    except OSError as error:  # a read-only home must not cost a factor of forty
+        print(f"kernels: {error}: built for this run only; set VITRINE_CACHE to a folder to keep them", file=sys.stderr)
+        folder = tempfile.TemporaryDirectory()
+        atexit.register(folder.cleanup)
+        return _compile([*compiler, *flags, str(sources[0])], Path(folder.name) / "kernels.so")
+    with folder:
+        built = _compile([*compiler, *flags, str(sources[0])], Path(folder.name) / "kernels.so")
+        os.replace(built, library)  # when it is complete: never half a library
     return library
+
+
+def _compile(command: list[str], target: Path) -> Path:
+    result = subprocess.run([*command, "-o", str(target)], capture_output=True, text=True)
+    if result.returncode:
+        raise BuildError(f"{command[0]} failed on kernels.cpp:\n{result.stderr[-2000:]}")
+    return target
 
 
 def _processor() -> str:  # what -march=native looks at

@@ -159,6 +159,17 @@ def test_a_broken_compiler_is_reported_with_its_words(tmp_path, monkeypatch):
 
 
 @needs_compiler
+def test_where_nothing_can_be_kept_the_kernels_are_built_for_this_run(tmp_path):
+    code = "import kernels; print(kernels.set_backend('native'))"
+    (tmp_path / "file").write_text("in the way")
+    env = {**os.environ, "VITRINE_CACHE": str(tmp_path / "file" / "below"), "TMPDIR": str(tmp_path), "CXX": "g++ -O0"}
+    root = Path(kernels.__file__).parent
+    result = subprocess.run([sys.executable, "-c", code], env=env, cwd=root, capture_output=True, text=True)
+    assert result.stdout.strip() == "native" and "VITRINE_CACHE" in result.stderr, result.stderr
+    assert not list(tmp_path.rglob("*.so")), "it was left behind"
+
+
+@needs_compiler
 def test_the_avx512_version_compiles(tmp_path):
     source = Path(kernels.__file__).with_name("kernels.cpp")
     command = ["g++", "-std=c++17", "-O0", "-fsyntax-only", "-Wall", "-march=icelake-server", str(source)]
