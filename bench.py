@@ -3,6 +3,7 @@
     python bench.py decode --quant int4 --compile --prompt 512 --gen 128 --batch 1 8 32 --threads 2 --json
     python bench.py claims                           each mechanism against its switch turned off: bench_claims.py
     python bench.py versus --quant int4 --compile --peer transformers --peer "python other_bench.py model.gguf"
+    python bench.py start --quant int4 --compile     from the command to its first token
     python bench.py perplexity --quant int4          (bench_quality.py)
     python bench.py profile --quant int4 --compile   (bench_quality.py)
     python bench.py serve | simulate | size | plots  load over HTTP, the scheduler alone, what fits, the pictures
@@ -24,9 +25,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
+import subprocess
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -158,6 +163,35 @@ OTHERS = {  # commands with a parser of their own: {name: (run, what it is)}
 }
 
 
+def run_start(args: argparse.Namespace) -> int:
+    """Seconds from the command to its first token and to its end, in turn with what importing torch alone takes."""
+    prompt = "Once upon a time"
+    threads = ["--threads", str(args.threads)] if args.threads else []
+    command = [sys.executable, str(Path(__file__).with_name("generate.py")), *args.forwarded, *threads]
+    command += ["--prompt", prompt, "--max-tokens", "4"]
+    seconds: dict[str, list[float]] = {"first_token_s": [], "end_s": [], "import_torch_s": []}
+    for round_ in range(args.repeat + 1):
+        began = time.perf_counter()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
+            got = len(child.stdout.read(len(prompt) + 1))
+            first = time.perf_counter() - began
+            child.stdout.read()
+        end = time.perf_counter() - began
+        if child.returncode or got <= len(prompt):
+            raise ValueError(f"no token came: run {shlex.join(command)} to see why")
+        subprocess.run([sys.executable, "-c", "import torch"], check=True)
+        if round_:  # the first one warms the caches
+            taken = (first, end, time.perf_counter() - began - end)
+            for times, value in zip(seconds.values(), taken, strict=True):
+                times.append(round(value, 3))
+    if args.json:
+        print(json.dumps(seconds))
+        return 0
+    for name, times in seconds.items():
+        print(f"{name.removesuffix('_s').replace('_', ' '):12} {statistics.median(times):6.2f} s   {times}")
+    return 0
+
+
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("bench.py", description="Measure the vitrine engine.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -173,6 +207,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     versus = command("versus", run_versus, "the same, in turn with another program")
     profile = command("profile", run_profile, "where the time of a decode step goes")
     text = command("perplexity", run_perplexity, "what quantised weights and activations cost in quality")
+    start = command("start", run_start, "seconds from the command to the first token, with warm caches")
+    start.add_argument("--repeat", type=int, default=5, metavar="N")
     for sub in (decode, versus):
         sub.add_argument("--prompt", type=int, default=512, metavar="N", help="prompt tokens of the prefill figure")
         sub.add_argument("--repeat", type=int, default=3, metavar="N")

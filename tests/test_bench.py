@@ -29,6 +29,14 @@ def test_decode_has_the_keys_of_its_peers(folder, capsys):
     assert result["load_s"] >= 0 and result["floor_tok_s"] > 0
 
 
+def test_start_waits_for_a_token_and_says_when_none_came(folder, capsys):
+    result = result_of(capsys, "start", "--model", folder, "--kernels", "reference", "--repeat", "1")
+    ((first,), (end,), (torch_alone,)) = (result[key] for key in ("first_token_s", "end_s", "import_torch_s"))
+    assert 0 < torch_alone and 0 < first <= end
+    assert bench.main(["start", "--model", folder + "/nothing", "--repeat", "1"]) == 2
+    assert "no token came" in capsys.readouterr().err
+
+
 def test_versus_alternates_and_gives_ratios(folder, tmp_path, capsys):
     log = tmp_path / "log"
     peer = tmp_path / "peer.py"
