@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 import time
 from collections.abc import Callable
 
@@ -71,10 +72,15 @@ TEXTS: dict[str, tuple[Callable[[], list[str]], dict]] = {
 def speculation(lab: Lab) -> Found:
     """Texts x batch sizes x proposers."""
     engines: dict[str, LLM] = {}
+    left_out = []
     for pattern in PROPOSERS:
         name = pattern.format(third=max(1, lab.llm.config.num_layers // 3))
         lab.tick(f"loading {name}")
-        engines[name] = lab.open(speculate=name)
+        try:
+            engines[name] = lab.open(speculate=name)
+        except ValueError as error:  # not every proposer is to be had for every model
+            print(f"speculation without {name}: {error}", file=sys.stderr)
+            left_out.append(name)
     speculators = {name: llm.engine.speculator for name, llm in engines.items()}
     runs = itertools.count()
 
@@ -123,7 +129,8 @@ def speculation(lab: Lab) -> Found:
     }
     return Found(
         sides,
-        f"{'; '.join(found)}; one guess alone pays if right more often than {', '.join(even)}",
+        f"{'; '.join(found)}; one guess alone pays if right more often than {', '.join(even)}"
+        + f"; not to be had for this model: {', '.join(left_out)}" * bool(left_out),
         f"guesses for nothing: tokens a step, {', '.join(f'{text} {value:.2f}x' for text, value in most.items())}",
     )
 

@@ -7,6 +7,7 @@ Idea. Flip the one flag, count what it saves, and put the clock beside it (bench
 
     phases         a prompt | 1, 8, 32 sequences decoding       operations done with each byte of weights read
     quantisation   float32 | bfloat16 | int8 | int4             bytes of weights a step reads, and perplexity
+    gguf           the formats of blocks in a file              bits a weight, scales included
     compile        calls | one tape, or one compiled layer      calls that Python makes in a step
     kernels        torch operations | C++ kernels               operations, and memory they write results to
     overlap        plan, then run | plan while running          steps planned while the one before ran
@@ -20,6 +21,7 @@ Sources: the paper or report of each mechanism stands beside its claim. Left out
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -29,8 +31,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bench_quality
+import gguf
 import kernels
 from bench_lab import Claim, Found, Lab, Run, decode, megabytes, middle, prefill_rate, ratio, tokens_of
+from checkpoint import open_checkpoint
 from generate import LLM
 from overlap import Overlap
 from roofline import decode_floor, matrix_rate, prefill_floor
@@ -105,6 +109,28 @@ def quantisation(lab: Lab) -> Found:
         f"{rates} tok/s: int8 {ratio(sides['int8'], dense, 'tok/s')}, int4 {ratio(sides['int4'], dense, 'tok/s')} the "
         f"speed of float32; perplexity {rise['int8']:+.2%} and {rise['int4']:+.2%}",
         f"bytes read a step: int8 {fewer[0]:.2f}x, int4 {fewer[1]:.2f}x fewer",
+    )
+
+
+def file_formats(lab: Lab) -> Found:
+    """Bits of a weight in each block format of a GGUF, scales included, and on average in the file at hand."""
+    named = [kind for kind in ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q3_K", "Q2_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1")]
+    sides = {
+        kind: lambda k=kind: Run({"bits a weight": 8 * gguf.KINDS[k].bytes / gguf.KINDS[k].weights, "codes": int(k[1])})
+        for kind in named
+    }
+    file = open_checkpoint(str(lab.flags.get("model", "smollm2"))).gguf
+    if file is not None:
+        weights = [info for info in file.tensors.values() if len(info.shape) > 1]
+        bits = 8 * sum(info.nbytes for info in weights) / sum(math.prod(info.shape) for info in weights)
+        sides["this file"] = lambda: Run({"bits a weight": round(bits, 3)})
+    sides = lab.alternate(sides)
+    shown = [f"{sides[kind]['counted']['bits a weight']:.4g}" for kind in named[:6]]
+    return Found(
+        sides,
+        f"blocks of {' / '.join(shown)} bits for {', '.join(named[:6])}"
+        + (f"; the file at hand has {sides['this file']['counted']['bits a weight']:.2f} on average" if file else ""),
+        "codes without their scales: 8 / 6 / 5 / 4 / 3 / 2 bits",
     )
 
 
@@ -306,6 +332,17 @@ CLAIMS = {
         "in a small model; products with 8-bit activations also save arithmetic, which the prompt's figures show.",
         60,
         ROUNDING,
+    ),
+    "gguf": Claim(
+        file_formats,
+        "GGUF and K-quants",
+        "8.5 / 6.6 / 5.7 / 4.8 / 3.9 / 2.6 bits a weight for Q8_0, Q6_K, Q5_K_M, Q4_K_M, Q3_K_M, Q2_K",
+        "llama.cpp (2023)",
+        "whole files of LLaMA-7B",
+        "the claim is of mixes: a file called Q4_K_M stores most tensors as Q4_K and some as Q6_K, so its average lies "
+        "above that of its commonest block.",
+        1,
+        "none: nothing is answered",
     ),
     "compile": Claim(
         compiled,

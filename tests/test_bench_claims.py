@@ -160,6 +160,15 @@ def test_fewer_bits_are_fewer_bytes_and_hardly_any_surprise(rows):
     assert sides["int8"]["perplexity"] == pytest.approx(sides["float32"]["perplexity"], rel=0.1)
 
 
+def test_blocks_take_the_bits_that_their_format_has(rows):
+    sides = counted(rows, "gguf")
+    assert {name: side["bits a weight"] for name, side in sides.items()} == {
+        "Q8_0": 8.5, "Q6_K": 6.5625, "Q5_K": 5.5, "Q4_K": 4.5, "Q3_K": 3.4375, "Q2_K": 2.625,
+        "Q4_0": 4.5, "Q4_1": 5.0, "Q5_0": 5.5, "Q5_1": 6.0,
+    }  # fmt: skip
+    assert all(side["codes"] < side["bits a weight"] for side in sides.values())
+
+
 def test_compiled_steps_need_fewer_calls_and_two_graphs(rows):
     calls, tape, dense_calls, dense = counted(rows, "compile").values()
     assert tape["Python calls a step"] < calls["Python calls a step"] / 5
@@ -252,6 +261,32 @@ def test_every_side_ran_every_round_and_every_row_has_all_its_fields(rows):
             assert side["counted"] and all(len(values) == rounds for values in side["clock"].values())
 
 
+MISSION = {  # every mechanism that is built, and the row that measures it
+    "prefill and decode told apart": "phases",
+    "paged KV, block table": "kv-memory",
+    "copy-on-write fork": "fork",
+    "continuous (in-flight) batching": "batching",
+    "selective batching": "selective-batching",
+    "chunked prefill": "chunked-prefill",
+    "preemption": "preemption",
+    "FCFS, priority, longest-prefix-match": "lpm",
+    "prefix cache by block hash, radix prefix cache": "prefix-cache",
+    "int8 / int4 weight-only": "quantisation",
+    "GGUF and K-quants": "gguf",
+    "memory-mapped weights": "mmap",
+    "compiled decode, captured graph": "compile",
+    "fused kernels": "kernels",
+    "overlap scheduling": "overlap",
+    "speculative decoding": "speculation",
+    "structured output": "structured",
+}
+
+
+def test_every_built_mechanism_has_its_row():
+    assert sorted(MISSION.values()) == sorted(CLAIMS)
+    assert len({claim.mechanism for claim in CLAIMS.values()}) == len(CLAIMS)
+
+
 def test_sides_are_run_in_turn():
     order = []
 
@@ -335,6 +370,14 @@ def test_switches_the_experiments_flip_are_refused(flags, capsys):
 def claims(folder, out, *flags, only=("lpm",)) -> int:
     command = ["claims", "--model", folder, "--quick", "--json", "--out", str(out), "--threads", "1"]
     return bench.main([*command, "--only", *only, *flags])
+
+
+def test_the_whole_command_runs_quick_on_a_tiny_model(folder, tmp_path, capsys):
+    names = [name for name in CLAIMS if name != "mmap"]  # whose children take seconds
+    assert claims(folder, tmp_path, only=names) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert list(result["claims"]) == names and not result["failed"]
+    assert {row["same_answers"] for row in result["claims"].values()} == {True, None}
 
 
 def test_the_command_writes_both_files(folder, tmp_path, capsys):
