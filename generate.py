@@ -40,6 +40,7 @@ from scheduler import BATCHINGS, PREEMPTIONS, RESERVES, Scheduler
 from speculative import Proposer, Speculator, StepCost
 from tokenizer import Tokenizer
 
+TYPICAL_CONTEXT = 256  # tokens, where the cost of a step is measured
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -324,11 +325,14 @@ class LLM:
     def _speculate(self, proposer: Proposer, most: int, max_num_seqs: int, capture: bool, quant: str | None) -> None:
         """Measure what steps cost by their rows, which says how much guessing pays."""
         state = SamplerState(SamplingParams(temperature=0), [0])
+        context = min(TYPICAL_CONTEXT, self.max_model_len)  # a row costs its products and a look at every key
 
         @torch.inference_mode()
         def cost(run_model, most_rows: int) -> StepCost:
             def run(rows: int) -> None:
-                sample(run_model(padding_batch(rows, self.device)), [state] * rows)
+                batch = padding_batch(rows, self.device, max(2, blocks_needed(context, self.kv.block_size)))
+                batch.context_lens[:rows], batch.positions[:] = context, context - 1
+                sample(run_model(batch), [state] * rows)
 
             return StepCost.measure(run, most_rows)
 
