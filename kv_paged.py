@@ -163,6 +163,9 @@ class KVCache:
             self.data = torch.frombuffer(mmap.mmap(-1, nbytes, **private), dtype=torch.uint8).view(dtype).view(shape)
         else:
             self.data = torch.zeros(shape, dtype=dtype, device=device)
+        # The same memory as storages of their own. To torch.compile two views of one storage, written by one graph, are
+        # one input, which it copies as a whole before the write and back after it: the pool of a layer, each step.
+        self._layers = [(torch.from_dlpack(keys), torch.from_dlpack(values)) for keys, values in self.data]
 
     @property
     def nbytes(self) -> int:
@@ -170,7 +173,7 @@ class KVCache:
 
     def layer(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of layer i, each a view [num_blocks, kv_heads, block_size, head_dim]."""
-        return self.data[i, 0], self.data[i, 1]
+        return self._layers[i]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (src, dst) in all layers, for copy-on-write. All sources are read before any write."""

@@ -107,6 +107,15 @@ def filled_cache(num_blocks=6, block_size=4, dtype=torch.float32):
     return cache
 
 
+def test_keys_and_values_of_a_layer_are_storages_of_their_own_over_the_same_memory():
+    """A compiled layer that writes into two views of one storage copies all of it, twice a step."""
+    cache = KVCache(2, 3, 4, 2, 8, torch.float32)
+    parts = [part for i in range(2) for part in cache.layer(i)]
+    assert all(part.untyped_storage().nbytes() == part.nbytes for part in parts)
+    parts[3][1, 0, 2] = 5.0
+    assert cache.data[1, 1, 1, 0, 2].eq(5).all() and cache.data.count_nonzero() == 8
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_tensors_have_the_models_type_and_start_as_zeros(dtype):
     cache = KVCache(2, 6, 4, 3, 5, dtype)
