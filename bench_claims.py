@@ -36,17 +36,17 @@ from pathlib import Path
 from typing import TextIO
 
 import bench_guessing
+import bench_mapping
 import bench_scheduling
 import bench_sharing
 import bench_speed
-import bench_start
 from bench_lab import FULL, QUICK, Claim, Lab, median
 from cli import engine_arguments
 from generate import LLM
 
 CLAIMS: dict[str, Claim] = {
     name: claim
-    for part in (bench_scheduling, bench_sharing, bench_speed, bench_start, bench_guessing)
+    for part in (bench_scheduling, bench_sharing, bench_speed, bench_mapping, bench_guessing)
     for name, claim in part.CLAIMS.items()
 }
 FLIPPED = (

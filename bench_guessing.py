@@ -36,7 +36,7 @@ from sampling_params import SamplingParams
 from speculative import Speculator
 from structured import TokenGuide, TokenTrie, compile_json_schema
 
-PROPOSERS = ("ngram", "self:{third}")  # values of `speculate`; {third} is a third of the model's layers
+PROPOSERS = ("ngram", "head", "self:{third}")  # values of `speculate`; {third} is a third of the model's layers
 SAMPLED = {"temperature": 0.8}
 ANIMALS = ("fox", "whale", "mouse", "heron", "badger", "goat", "beetle", "wolf")
 CODE = """def total_of_{0}(items):

@@ -15,7 +15,7 @@ side whose turn it is. What is counted must be equal in all rounds; readings of 
 counters) are kept one by one, and ratios are taken within a round.
 
 Source: the alternation is common practice in benchmarking (paired measurement). Left out: which switches, on which
-workloads, against which claims (bench_scheduling.py, bench_speed.py, bench_start.py, bench_guessing.py).
+workloads, against which claims (bench_scheduling.py, bench_speed.py, bench_mapping.py, bench_guessing.py).
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ import tiny
 import bench
 import bench_claims
 import bench_guessing
+import bench_mapping
 import bench_sharing
-import bench_start
 import generate
 from bench_claims import CLAIMS, as_markdown, as_text, columns, measure, summary, with_summary
 from bench_lab import Claim, Found, Lab, Run, Sizes, answer_of, gathered, run_all
@@ -237,8 +237,8 @@ def test_only_reading_whole_copies_the_file(rows):
 def test_tensors_read_whole_are_the_file_s_in_other_memory(container, folder, tmp_path):
     path = folder if container == "folder" else tiny.gguf_file(folder, tmp_path / "m.gguf", "Q8_0")
     mapped, whole = open_checkpoint(path), open_checkpoint(path)
-    bench_start.read_whole(whole)
-    kept = [bench_start.look_at_all(ckpt) for ckpt in (mapped, whole)]
+    bench_mapping.read_whole(whole)
+    kept = [bench_mapping.look_at_all(ckpt) for ckpt in (mapped, whole)]
     assert all(a.equal(b) and a.data_ptr() != b.data_ptr() for a, b in zip(*kept, strict=True))
     assert all(mapped.tensor(name).equal(whole.tensor(name)) for name in mapped.names())
     if container == "gguf":  # one buffer of their own
@@ -246,9 +246,9 @@ def test_tensors_read_whole_are_the_file_s_in_other_memory(container, folder, tm
 
 
 def test_memory_is_refused_by_name_where_the_system_keeps_no_such_books(monkeypatch):
-    monkeypatch.setattr(bench_start, "Path", lambda *parts: Path("/nowhere", *parts[1:]))
+    monkeypatch.setattr(bench_mapping, "Path", lambda *parts: Path("/nowhere", *parts[1:]))
     with pytest.raises(ValueError, match="read from /proc"):
-        bench_start.memory()
+        bench_mapping.memory()
 
 
 def test_every_side_ran_every_round_and_every_row_has_all_its_fields(rows):
