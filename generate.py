@@ -370,7 +370,7 @@ def choose_device(name: str) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device={name!r}, but torch sees {torch.cuda.device_count()} GPU(s), counted from 0")
-    if device.type == "cuda":
+    if device.index is not None and device.type == "cuda":  # without a number it is the current one
         torch.cuda.set_device(device)  # where Triton launches, and graphs are captured
     return device
 

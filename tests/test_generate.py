@@ -4,8 +4,9 @@ import re
 
 import pytest
 import tiny
+import torch
 
-from generate import LLM
+from generate import LLM, choose_device
 from sampling_params import SamplingParams
 
 ONE = SamplingParams(temperature=0, max_tokens=1)
@@ -67,3 +68,14 @@ def test_parameters_come_one_for_all_or_one_for_each(llm):
     for params in ([], (ONE,), [ONE, None], {"max_tokens": 2}):
         with pytest.raises(ValueError, match="SamplingParams"):
             llm.generate(["the cat", "the dog"], params)
+
+
+def test_a_gpu_without_a_number_is_the_current_one_and_one_with_a_number_becomes_it(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", chosen.append, raising=False)
+    for name, device, now in (("auto", "cuda", []), ("cuda", "cuda", []), ("cuda:1", "cuda:1", [1])):
+        assert choose_device(name) == torch.device(device) and chosen == now
+    with pytest.raises(ValueError, match="device='cuda:2'"):
+        choose_device("cuda:2")
