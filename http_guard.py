@@ -66,6 +66,8 @@ def error_response(path: str, error: ApiError) -> JSONResponse:
     if path.startswith("/api/"):
         body = {"error": body["error"]["message"]}
     headers = {"Retry-After": str(error.retry_after)} if error.retry_after else {}
+    if error.status == 408:
+        headers["Connection"] = "close"  # or it would be kept for the rest of the body
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(body, error.status, headers)
