@@ -59,9 +59,9 @@ def build(extra_flags: tuple[str, ...] = ()) -> Path:
     for source in sources:
         key.update(source.read_bytes())
     library = cache_dir() / f"kernels-{key.hexdigest()[:24]}.so"
-    if library.exists():
-        return library
     try:
+        if library.exists():
+            return library
         library.parent.mkdir(parents=True, exist_ok=True)
         folder = tempfile.TemporaryDirectory(dir=library.parent)
     except OSError as error:  # a read-only home must not cost a factor of forty

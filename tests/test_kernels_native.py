@@ -161,8 +161,8 @@ def test_a_broken_compiler_is_reported_with_its_words(tmp_path, monkeypatch):
 @needs_compiler
 def test_where_nothing_can_be_kept_the_kernels_are_built_for_this_run(tmp_path):
     code = "import kernels; print(kernels.set_backend('native'))"
-    (tmp_path / "file").write_text("in the way")
-    env = {**os.environ, "VITRINE_CACHE": str(tmp_path / "file" / "below"), "TMPDIR": str(tmp_path), "CXX": "g++ -O0"}
+    nowhere = str(tmp_path / ("x" * 300))  # too long a name: nobody can even ask whether it is there
+    env = {**os.environ, "VITRINE_CACHE": nowhere, "TMPDIR": str(tmp_path), "CXX": "g++ -O0"}
     root = Path(kernels.__file__).parent
     result = subprocess.run([sys.executable, "-c", code], env=env, cwd=root, capture_output=True, text=True)
     assert result.stdout.strip() == "native" and "VITRINE_CACHE" in result.stderr, result.stderr
