@@ -346,8 +346,8 @@ class Engine:
             beam.seq.tokens.append(heir.sampled.token)
             beam.logprobs.append(heir.sampled)
         search.live = {beam: heir.score for beam, heir in beams.items()}
-        request.choices = list(beams)
         if beams:
+            request.choices = list(beams)
             return []
         request.choices, deltas = search.answers()
         self._close_if_finished(request)
@@ -423,8 +423,8 @@ class Engine:
         leave = self.scheduler.abort if reason == "error" else self.scheduler.finish  # what failed is not cached
         for choice in request.choices:
             if choice.finish_reason is None:
-                deltas.append(choice.end(reason, error))
                 leave(choice.seq)
+                deltas.append(choice.end(reason, error))
         self._close_if_finished(request)
         return deltas
 

@@ -68,8 +68,9 @@ class Overlap:
             if choices is None or drafted:
                 return engine.run(step, drafted)
             self._launch(step, choices, engine.lay_out(step, engine.wanted_rows(step)))
-        flight, self.flight = self.flight, None
+        flight = self.flight
         blanks, step, rows, batch = self._plan_next(flight)
+        self.flight = None
         try:
             ready = [(choice, row) for row, choice in enumerate(flight.choices)]
             results = engine.pick(ready, flight.logits.result())
@@ -145,11 +146,13 @@ class Overlap:
         self.flight = Flight(step, choices, future)
 
     def _failed(self, flight: Flight, planned: Step | None, error: Exception) -> list[Delta]:
-        """End the requests of a step that raised; what was cached on the strength of it is forgotten."""
-        engine = self.engine
-        for step in (planned, flight.step):
-            if step is not None:
-                engine.scheduler.fail(step)
-        deltas = engine.fail([choice.request for choice in flight.choices], error)
+        """End the requests of a step that raised and of the one planned behind it, whose blocks were not moved yet.
+
+        What was cached on the strength of it is forgotten.
+        """
+        engine, steps = self.engine, [step for step in (planned, flight.step) if step is not None]
+        for step in steps:
+            engine.scheduler.fail(step)
+        deltas = engine.fail([seq.request.request for step in steps for seq, _ in step.entries], error)
         engine.scheduler.drop_cache()
         return deltas

@@ -184,7 +184,12 @@ class Choice:
     def end(self, reason: str, error: str | None = None) -> Delta:
         """End without a token: aborted, failed, or nothing was to be generated."""
         self.finish_reason, self.error = reason, error
-        return self._delta("", [])
+        try:
+            return self._delta("", [])
+        except Exception:
+            if error is None:
+                raise
+            return Delta(self.request, self.index, "", [], [], reason, None, error)  # the text may be what went wrong
 
     def _delta(self, piece: str, sampled: list[Sampled]) -> Delta:
         """Pass text through the stop checker; a stop string outranks a length that was reached in the same token."""

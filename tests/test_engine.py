@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import json
+import threading
+from concurrent.futures import Future
 
 import hypothesis
 import pytest
@@ -401,6 +403,75 @@ def test_F31_a_beam_that_raises_leaves_the_others(monkeypatch, capsys):
     while engine.has_work:
         engine.step()
     assert other.output().outputs[0].token_ids == expected("llama", prompts_of(5)[0], GREEDY)
+    assert_all_free(engine)
+
+
+def test_F31_a_plan_that_raises_waits_for_the_step_on_its_way(monkeypatch):
+    engine = make_engine(overlap=True)
+    engine.add(prompts_of(5)[0], GREEDY)
+    while engine.overlap.flight is None:
+        engine.step()
+    engine.overlap.flight.logits.result()
+    gate, run_model = threading.Event(), engine.run_model
+    monkeypatch.setattr(engine, "run_model", lambda batch: gate.wait(60) and run_model(batch))
+    engine.step()  # launches a step that waits at the gate
+    flight, land = engine.overlap.flight, engine.overlap.land
+    monkeypatch.setattr(engine.overlap, "land", lambda: (gate.set(), land()))
+    monkeypatch.setattr(engine.scheduler, "schedule", lambda: 1 / 0)
+    try:
+        (delta,) = engine.step()
+        assert delta.finish_reason == "error" and flight.logits.done(), "its blocks were given away while it ran"
+    finally:
+        gate.set()
+
+
+def test_F31_who_was_planned_behind_a_step_that_raises_is_told(monkeypatch):
+    engine = make_engine(overlap=True, max_num_batched_tokens=3)
+    short = dataclasses.replace(GREEDY, n=2, max_tokens=3)
+    requests = [engine.add([5 + i], params) for i, params in enumerate((short, GREEDY, GREEDY))]
+    plan_next, planned = engine.overlap._plan_next, []
+
+    def spy(flight):
+        blanks, step, *rest = plan_next(flight)
+        others = {seq.id for seq, _ in step.entries} - {c.seq.id for c in flight.choices} if step else set()
+        planned.extend(others)
+        if others:
+            flight.logits = Future()
+            flight.logits.set_exception(ZeroDivisionError())
+        return blanks, step, *rest
+
+    monkeypatch.setattr(engine.overlap, "_plan_next", spy)
+    deltas = []
+    while engine.has_work and not planned:
+        deltas = engine.step()
+    assert planned, "nobody outside the step was planned behind it"
+    assert {d.request for d in deltas if d.finish_reason == "error"} == set(requests)
+    assert all(request.finished for request in requests)
+    assert_all_free(engine)
+
+
+def test_F31_a_beam_search_that_cannot_tell_its_answers_ends_with_the_cause(monkeypatch):
+    engine = make_engine()
+    request = engine.add(prompts_of(6)[0], SamplingParams(beam_width=3, n=2, temperature=0, max_tokens=3))
+    monkeypatch.setattr(request.beams, "answers", lambda: 1 / 0)
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step()
+    assert deltas and {d.finish_reason for d in deltas} == {"error"}
+    assert all("ZeroDivisionError" in answer.error for answer in request.output().outputs)
+    assert_all_free(engine)
+
+
+def test_F31_a_text_that_cannot_be_made_ends_its_own_request(monkeypatch):
+    engine = make_engine()
+    prompts = prompts_of(5, 6)
+    broken, other = (engine.add(p, GREEDY) for p in prompts)
+    monkeypatch.setattr(broken.choices[0].stops, "feed", lambda *args: 1 / 0)  # at every call: at the end as well
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step()
+    assert [d.request for d in deltas if d.finish_reason == "error"] == [broken]
+    assert other.output().outputs[0].token_ids == expected("llama", prompts[1], GREEDY)
     assert_all_free(engine)
 
 
