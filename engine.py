@@ -100,6 +100,12 @@ class Engine:
                 raise ValueError(
                     f"prompt token {token!r} is not an id of this model: ids are integers 0 to {vocab - 1}"
                 )
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise ValueError(f"priority={priority!r}: must be an integer, since requests are ordered by it")
+        try:
+            hash(namespace)
+        except TypeError:
+            raise ValueError(f"namespace={namespace!r}: must be hashable, such as a text") from None
         params.check_vocab(vocab)
         room = max(context - len(prompt_ids), 1)  # a prompt that is too long is the scheduler's to refuse
         limit = room if params.max_tokens is None else min(params.max_tokens, room)

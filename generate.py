@@ -132,6 +132,9 @@ class LLM:
             )
         if num_speculative_tokens < 1:
             raise ValueError(f"num_speculative_tokens={num_speculative_tokens}: at least 1; speculate=None is off")
+        for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
+            if value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
         if draft_quant is not None and not (speculate or "").startswith("draft:"):
             raise ValueError(f"draft_quant={draft_quant!r} needs speculate='draft:<model>', not {speculate!r}")
         self.quiet = quiet
@@ -205,7 +208,8 @@ class LLM:
             raise ValueError(f"prompts={repr(prompts)[:60]}: must be a text, a list of token ids, or a list of those")
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
-        params = params if isinstance(params, (list, tuple)) else [params or SamplingParams()] * len(prompts)
+        if not isinstance(params, (list, tuple)):
+            params = [SamplingParams() if params is None else params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(
                 f"{len(prompts)} prompts but {len(params)} SamplingParams: give one for all or one for each"
@@ -215,11 +219,11 @@ class LLM:
     def chat(self, messages: list[dict], params: SamplingParams | None = None, **template_options) -> RequestOutput:
         """Answer a conversation [{"role": ..., "content": ...}, ...] through the model's chat template."""
         ids = self.tokenizer.encode_chat(messages, **template_options)
-        return self._answer([ids], [params or SamplingParams(max_tokens=None)])[0]
+        return self._answer([ids], [SamplingParams(max_tokens=None) if params is None else params])[0]
 
     def stream(self, prompt: str | list[int], params: SamplingParams | None = None) -> Iterator[Delta]:
         """The answer as it is made. Closing the generator early aborts the request."""
-        request = self.add(prompt, params or SamplingParams())
+        request = self.add(prompt, SamplingParams() if params is None else params)
         try:
             while not request.finished:
                 yield from (delta for delta in self.engine.step() if delta.request is request)

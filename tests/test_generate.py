@@ -79,3 +79,31 @@ def test_a_gpu_without_a_number_is_the_current_one_and_one_with_a_number_becomes
         assert choose_device(name) == torch.device(device) and chosen == now
     with pytest.raises(ValueError, match="device='cuda:2'"):
         choose_device("cuda:2")
+
+
+@pytest.mark.parametrize("params", [{}, 0, False, ""])
+def test_F64_only_a_missing_params_is_the_default(llm, params):
+    for call in (llm.generate, llm.chat, lambda *given: next(llm.stream(*given))):
+        prompt = [{"role": "user", "content": "the cat"}] if call == llm.chat else "the cat"
+        with pytest.raises(ValueError, match="must be SamplingParams"):
+            call(prompt, params)
+
+
+@pytest.mark.parametrize("option", [{"priority": "high"}, {"priority": None}, {"priority": True}, {"namespace": [1]}])
+def test_F32_options_that_cannot_be_ordered_or_looked_up_harm_nobody(folder, option):
+    llm = LLM(folder, kernels="reference", num_blocks=40, policy="priority", max_num_seqs=1)
+    others = [llm.add([3, 4, 5], ONE, priority=priority) for priority in (2, -1)]
+    ((name, _),) = option.items()
+    with pytest.raises(ValueError, match=f"{name}="):
+        llm.add([3, 4, 5], ONE, **option)
+    assert len(llm.engine.requests) == len(llm.scheduler.sequences) == 2
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert [other.choices[0].finish_reason for other in others] == ["length", "length"]
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens"])
+def test_bad_limits_are_named_before_a_model_is_loaded(name):
+    for value in (0, -5):
+        with pytest.raises(ValueError, match=f"{name}={value}: must be at least 1"):
+            LLM("no/such/model", **{name: value})
