@@ -44,14 +44,17 @@ import bench_size
 import kernels
 import simulate
 from bench_lab import decode, prefill_rate
+from bench_peers import medians
 from cli import add_engine_flags, engine_arguments
 from generate import LLM
+from kv_paged import blocks_needed
 from roofline import decode_floor, read_bandwidth
 
 
 def measure(args: argparse.Namespace) -> dict:
     """The figures of `decode`: load_s, prefill_tok_s and, per batch size, decode_tok_s, one entry per repetition."""
     llm = LLM(**engine_arguments(args), quiet=False)
+    check_room(llm, max(args.batch), args.gen)
     prefill_rate(llm, args.prompt, seed=0)  # warm-up: pages of the pool are touched, caches filled
     decode(llm, min(args.batch), 8)
     prefill = [prefill_rate(llm, args.prompt, seed=1 + i) for i in range(args.repeat)]
@@ -67,10 +70,16 @@ def measure(args: argparse.Namespace) -> dict:
     }
 
 
-def medians(result: dict) -> dict[str, float]:
-    """One number per row of a table: the medians of a `decode` result."""
-    rows = {"prefill": statistics.median(result["prefill_tok_s"])}
-    return rows | {f"decode x{b}": statistics.median(rates) for b, rates in result["decode_tok_s"].items()}
+def check_room(llm: LLM, batch: int, gen: int) -> None:
+    """Refuse sequences that would end early or wait for each other: their rate would be that of another workload."""
+    length, size = 16 + gen + 2, llm.kv.block_size
+    if length > llm.max_model_len:
+        raise ValueError(f"--gen {gen} after 16 tokens needs a context of {length}, not {llm.max_model_len}: lower it")
+    if (needed := batch * blocks_needed(length, size)) > llm.scheduler.pool.total:
+        raise ValueError(
+            f"--batch {batch} of {length} tokens needs {needed} blocks, and the pool has {llm.scheduler.pool.total}: "
+            "lower --batch or --gen, or raise --num-blocks or --kv-memory"
+        )
 
 
 def run_decode(args: argparse.Namespace) -> int:
@@ -99,7 +108,7 @@ def run_versus(args: argparse.Namespace) -> int:
         found = {}
         for name, command in {"vitrine": ours, **peers}.items():
             print(f"round {i + 1}/{args.rounds}: {name} ...", file=sys.stderr, flush=True)
-            found[name] = medians(bench_peers.figures_of(name, [*command, *sizes]))
+            found[name] = bench_peers.medians_of(name, [*command, *sizes], args.batch)
         rounds.append(found)
     rows = {}
     for row in rounds[0]["vitrine"]:
@@ -133,6 +142,7 @@ def run_perplexity(args: argparse.Namespace) -> int:
 
 def run_profile(args: argparse.Namespace) -> int:
     llm = LLM(**engine_arguments(args), quiet=False)
+    check_room(llm, max(args.batch), args.gen)
     result = {}
     for batch in args.batch:
         result[str(batch)] = {"step": bench_quality.run_profile(llm, batch, args.gen)}
@@ -228,13 +238,15 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for name, (_, about) in OTHERS.items():
         commands.add_parser(name, help=about, add_help=False)
     args = parser.parse_args(argv)
-    for name in ("prompt", "gen", "repeat", "rounds"):
-        if getattr(args, name, 1) < 1:
-            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
+    for name in ("prompt", "gen", "repeat", "rounds", "threads"):
+        if (value := getattr(args, name, None)) is not None and value < 1:
+            parser.error(f"--{name} must be at least 1, got {value}")
     if min(getattr(args, "batch", [1])) < 1:
         parser.error(f"--batch takes sizes of at least 1, got {args.batch}")
-    args.max_num_seqs = max(args.max_num_seqs, *getattr(args, "batch", [1]), 1)
-    args.max_num_batched_tokens = max(args.max_num_batched_tokens, getattr(args, "prompt", 1))
+    if args.max_num_seqs > 0:  # what means nothing is LLM's to refuse
+        args.max_num_seqs = max(args.max_num_seqs, *getattr(args, "batch", [1]), 1)
+    if args.max_num_batched_tokens > 0:
+        args.max_num_batched_tokens = max(args.max_num_batched_tokens, getattr(args, "prompt", 1))
     args.forwarded = engine_flags(args)
     return args
 
@@ -253,14 +265,17 @@ def engine_flags(args: argparse.Namespace) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] and argv[0] in OTHERS:
-        return OTHERS[argv[0]][0](argv[1:])
-    args = parse_arguments(argv)
     try:
+        if argv[:1] and argv[0] in OTHERS:
+            return OTHERS[argv[0]][0](argv[1:])
+        args = parse_arguments(argv)
         return args.run(args)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ import inspect
 import json
 import random
 import shlex
+import statistics
 import subprocess
 import sys
 import time
@@ -227,6 +228,28 @@ def figures_of(name: str, command: list[str]) -> dict:
         return json.loads(done.stdout.strip().splitlines()[-1])
     except (IndexError, ValueError):
         raise ValueError(f"{name} printed no JSON line ({shlex.join(command)}): {done.stdout[-200:]!r}") from None
+
+
+def medians(result: dict) -> dict[str, float]:
+    """One number per row of a table: the medians of a `decode` result."""
+    rows = {"prefill": statistics.median(result["prefill_tok_s"])}
+    return rows | {f"decode x{b}": statistics.median(rates) for b, rates in result["decode_tok_s"].items()}
+
+
+def medians_of(name: str, command: list[str], batches: list[int]) -> dict[str, float]:
+    """The rows of `medians` that a program prints. Raises ValueError where one is missing or not positive."""
+    result = figures_of(name, command)
+    try:
+        rows = medians(result)
+        wrong = [row for row in ("prefill", *(f"decode x{b}" for b in batches)) if not rows.get(row, 0) > 0]
+    except (LookupError, TypeError, AttributeError, statistics.StatisticsError) as error:
+        wrong = [f"{type(error).__name__}: {error}"]
+    if wrong:
+        raise ValueError(
+            f"{name} printed no positive rate for {', '.join(wrong)}; it must print the keys of `bench.py decode`, "
+            f"not {json.dumps(result)[:200]}"
+        )
+    return rows
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -129,6 +129,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), metavar="N")
     parser.add_argument("--json", action="store_true", help="print what each picture shows as one JSON object")
     args = parser.parse_args(argv)
+    if args.out.name in ("", ".."):
+        parser.error(f"--out {args.out}: name a folder, beside which its data can lie")
     if args.threads < 1:
         parser.error(f"--threads {args.threads}: must be at least 1")
     return args
@@ -141,17 +143,26 @@ def gather(names: list[str], bench: Bench, file: Path) -> None:
         print(f"{name} ...", end=" ", file=sys.stderr, flush=True)
         data = read(file) | {name: GATHER[name](bench)}
         lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in data.items())  # for `git diff`
-        file.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+        part = file.with_name(file.name + ".part")
+        part.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+        part.replace(file)  # as a whole, or not at all
         print(f"{time.perf_counter() - began:.0f} s", file=sys.stderr)
 
 
 def read(file: Path) -> dict:
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    """The data of all pictures so far. Raises ValueError for a file that is no such thing."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    except ValueError as error:
+        data = error
+    if not isinstance(data, dict):
+        raise ValueError(f"{file} is damaged ({repr(data)[:100]}): delete it, and gather the data again")
+    return data
 
 
 def run(args: argparse.Namespace, bench: Bench) -> dict[str, str]:
     """Gather (unless --redraw) and draw; returns what each picture shows."""
-    file = args.out.with_suffix(".json")
+    file = args.out.with_name(args.out.name + ".json")
     args.out.mkdir(parents=True, exist_ok=True)
     if not args.redraw:
         gather(args.only, bench, file)
@@ -159,7 +170,17 @@ def run(args: argparse.Namespace, bench: Bench) -> dict[str, str]:
     missing = [name for name in args.only if PICTURES[name].data not in data]
     if missing:
         raise ValueError(f"{file} has no data for {', '.join(missing)}: leave out --redraw")
-    return {name: draw(name, data[PICTURES[name].data], args.out / f"{name}.svg") for name in args.only}
+    return {name: draw_kept(name, data, args.out, file) for name in args.only}
+
+
+def draw_kept(name: str, data: dict, folder: Path, file: Path) -> str:
+    """`draw`, from data that may be those of another version of this program."""
+    try:
+        return draw(name, data[PICTURES[name].data], folder / f"{name}.svg")
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{file}: its data do not make the picture {name} ({type(error).__name__}: {error}): leave out --redraw"
+        ) from error
 
 
 def main(argv: list[str] | None = None) -> int:

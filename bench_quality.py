@@ -35,13 +35,19 @@ TEXT = Path(__file__).parent / "data" / "alice.txt"
 def perplexity(llm: LLM, ids: list[int]) -> float:
     """exp of the mean negative log-probability of ids[1:], scored in one request."""
     (output,) = llm.generate([ids], SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=0))
+    if output.outputs[0].error:
+        raise ValueError(f"the text cannot be scored: {output.outputs[0].error}")
     scores = [score.logprob for score in output.prompt_logprobs[1:]]
     return math.exp(-sum(scores) / len(scores))
 
 
 def run_perplexity(args: argparse.Namespace, engine_arguments: dict) -> dict:
     """{variant: perplexity}: dense weights, then the quantised ones with float and with 8-bit activations."""
-    text = Path(args.text).read_text(encoding="utf-8") if args.text else TEXT.read_text(encoding="utf-8")
+    file = TEXT if args.text is None else Path(args.text)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text {file} is not UTF-8 ({error}): convert it") from None
     variants = {"dense": {"quant": None}}
     if engine_arguments["quant"]:
         quant = engine_arguments["quant"]
@@ -50,6 +56,11 @@ def run_perplexity(args: argparse.Namespace, engine_arguments: dict) -> dict:
     for name, changed in variants.items():
         llm = LLM(**(engine_arguments | {"compile": False, "prefix_cache": "none"} | changed))
         ids = llm.tokenizer.encode(text)[: llm.max_model_len - 1]
+        if len(ids) < 2:
+            raise ValueError(
+                f"{file} has {len(ids)} tokens in a context of {llm.max_model_len}: at least 2 are needed, since the "
+                "first is not scored"
+            )
         results[name] = {"perplexity": perplexity(llm, ids), "tokens": len(ids), "weight_bytes": llm.model.weight_bytes}
     return results
 

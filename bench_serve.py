@@ -97,7 +97,7 @@ async def ask(url: str, key: str | None, body: dict) -> Answer:
             await read_answer(reader, answer)
         finally:
             writer.close()
-    except (OSError, asyncio.IncompleteReadError, ValueError) as error:
+    except (OSError, asyncio.IncompleteReadError, ValueError, LookupError, TypeError, AttributeError) as error:
         answer.error = f"{type(error).__name__}: {error}"
     if answer.error is None and not answer.chunks:
         answer.error = NOTHING
@@ -273,9 +273,14 @@ def check_arguments(args: argparse.Namespace, engine_flags: list[str]) -> None:
     for rate in [*([] if args.rate is None else [args.rate]), *(args.rates or [])]:
         if not 0 < rate < math.inf:
             raise ValueError(f"a rate of {rate}: must be a positive number of requests per second")
-    if args.url and not urlsplit(args.url).hostname:
+    for name in ("ttft_bound", "tpot_bound"):
+        if not 0 < getattr(args, name) < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')}={getattr(args, name)}: must be a positive number of seconds")
+    if args.url and (urlsplit(args.url).scheme != "http" or not urlsplit(args.url).hostname):
         raise ValueError(f"--url={args.url!r}: must look like http://127.0.0.1:8000")
-    own = [name for name in ("model", "threads") if getattr(args, name) is not None and not args.peer]
+    if args.plot and not args.plot.parent.is_dir():
+        raise ValueError(f"--plot={str(args.plot)!r}: there is no folder {str(args.plot.parent)!r}")
+    own = [f"--{name}" for name in ("model", "threads") if getattr(args, name) is not None and not args.peer]
     if args.url and engine_flags + own:
         raise ValueError(f"{' '.join(engine_flags + own)}: the server at --url has its own settings; leave them out")
     if args.rounds and not args.peer:
@@ -320,8 +325,8 @@ def beside(args: argparse.Namespace, url: str) -> dict:
         print(f"round {i + 1} ...", file=sys.stderr, flush=True)
         rounds.append(measure(args, url, first=i * args.requests)[0])
         for name, command in peers.items():
-            figures = bench_peers.figures_of(name, [*command, *sizes])
-            rates[name].append(statistics.median(figures["decode_tok_s"][str(args.concurrency)]))
+            rows = bench_peers.medians_of(name, [*command, *sizes], [args.concurrency])
+            rates[name].append(rows[f"decode x{args.concurrency}"])
     found = {}
     for name, tok_s in rates.items():
         ratios = [round(ours["tokens_s"] / theirs, 2) for ours, theirs in zip(rounds, tok_s, strict=True)]

@@ -268,7 +268,7 @@ def check(args: argparse.Namespace) -> None:
     given = [name for name in given if getattr(args, name) is not None]
     for name in (*given, "context", "concurrency", "block_size", "bandwidth", "gflops", "threads"):
         value = getattr(args, name)
-        if value is not None and not 0 < value < math.inf:
+        if value is not None and (not 0 < value < math.inf or (name == "params" and value < 1)):
             raise ValueError(f"{flag(name)} {value}: must be a positive number")
     if args.model and (given or args.tied):
         raise ValueError(f"--model has a shape of its own: leave out {', '.join(map(flag, given or ['tied']))}")
@@ -284,6 +284,8 @@ def check(args: argparse.Namespace) -> None:
         )
     if args.params and (args.intermediate or args.heads):
         raise ValueError("--params says how many weights there are: leave out --intermediate and --heads")
+    if args.heads and args.heads % args.kv_heads:
+        raise ValueError(f"--kv-heads {args.kv_heads}: must divide --heads {args.heads}, since query heads share them")
     if args.params and (args.hidden is None) != (args.vocab is None):
         raise ValueError("--hidden and --vocab together say how large the tables are: give both or none")
     if args.tied and not args.vocab:

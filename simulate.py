@@ -178,7 +178,8 @@ class Simulation:
         step = scheduler.schedule()
         self.planning += time.perf_counter() - began
         if args.trace:
-            print(f"{self.now:10.3f} s  {step.describe()}")
+            out = sys.stderr if args.json else sys.stdout
+            print(f"{self.now:10.3f} s  {step.describe()}", file=out)
         for seq, _ in step.cached:
             if seq.request.admitted < 0:
                 seq.request.admitted = self.now
@@ -299,6 +300,17 @@ def print_report(report: dict) -> None:
         print(f"{name:22}{value}")
 
 
+TINY, HUGE = 1e-9, 1e9
+LIMITS = {  # (least, most) of the flags; nan lies outside all of them
+    **dict.fromkeys(("requests", "max_tokens", "turns", "check_every"), (1, HUGE)),
+    **dict.fromkeys(("rate", "prompt_mean", "output_mean", "think_time"), (TINY, HUGE)),
+    **dict.fromkeys(("step_cost", "token_cost", "context_cost", "swap_cost"), (0, HUGE)),
+    "length_spread": (0, 10),
+    "prefixes": (0, 100_000),
+    "prefix_share": (0, 1),
+}
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Drive the real scheduler with a synthetic workload.",
@@ -341,11 +353,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     costs.add_argument("--swap-cost", type=float, default=1e-4, help="per block moved to or from the host")
     parser.add_argument("--check-every", type=int, default=10_000, help="steps between two full checks of the books")
     args = parser.parse_args(argv)
-    for name in ("requests", "rate", "prompt_mean", "output_mean", "max_tokens", "turns", "think_time", "check_every"):
-        least = 1 if name == "turns" else 0
-        if getattr(args, name) < least or getattr(args, name) == 0:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be positive" + " (1 or more)" * least)
-    if args.prefixes < 0 or not 0 < args.prefix_len < args.max_model_len - 1:
+    for name, (least, most) in LIMITS.items():
+        if not least <= getattr(args, name) <= most:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be from {least:g} to {most:g}")
+    if not 0 < args.prefix_len < args.max_model_len - 1:
         parser.error(f"--prefix-len {args.prefix_len}: must be positive and leave room in --max-model-len")
     return args
 

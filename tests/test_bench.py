@@ -7,6 +7,7 @@ import pytest
 import tiny
 
 import bench
+import bench_peers
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +91,56 @@ def test_the_simulator_is_a_command(capsys):
     assert json.loads(capsys.readouterr().out)["requests"] == 20
 
 
-@pytest.mark.parametrize("arguments", (["--prompt", "0"], ["--batch", "0"], ["--gen", "-1"]))
+@pytest.mark.parametrize(
+    "rates",
+    [
+        "{}",
+        "[]",
+        '{"prefill_tok_s": [], "decode_tok_s": {"1": [1]}}',
+        '{"prefill_tok_s": [1], "decode_tok_s": {"8": [1]}}',
+        '{"prefill_tok_s": [1], "decode_tok_s": {"1": [0]}}',
+        '{"prefill_tok_s": ["1"], "decode_tok_s": {"1": [1]}}',
+    ],
+)
+def test_a_peer_that_prints_something_else_is_named(rates):
+    with pytest.raises(ValueError, match="other printed no positive rate .* keys of `bench.py decode`"):
+        bench_peers.medians_of("other", [sys.executable, "-c", f"print({rates!r})"], [1])
+
+
+@pytest.mark.parametrize("command", ["decode", "profile"])
+def test_sequences_that_would_end_early_or_wait_are_refused(folder, capsys, command):
+    small = ["--model", folder, "--threads", "1", "--kernels", "reference", "--json"]
+    assert bench.main([command, *small, "--gen", "2000", "--batch", "1"]) == 2
+    assert "context of 2018, not 1024" in capsys.readouterr().err
+    assert bench.main([command, *small, "--gen", "40", "--batch", "2", "--num-blocks", "7"]) == 2
+    printed = capsys.readouterr()
+    assert "needs 8 blocks, and the pool has 7" in printed.err and not printed.out
+
+
+def test_engine_flags_that_mean_nothing_are_not_raised_to_what_is_needed(folder, capsys):
+    for flag in ("--max-num-seqs", "--max-num-batched-tokens"):
+        assert bench.main(["decode", "--model", folder, flag, "0"]) == 2
+        assert f"{flag[2:].replace('-', '_')}=0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("content", "cause"), [(b"", "0 tokens"), (b"a", "1 tokens"), (b"\xff\xfe", "not UTF-8")])
+def test_a_text_without_perplexity_is_refused(folder, tmp_path, capsys, content, cause):
+    (tmp_path / "text.txt").write_bytes(content)
+    flags = ["--model", folder, "--kernels", "reference", "--num-blocks", "9", "--text", str(tmp_path / "text.txt")]
+    assert bench.main(["perplexity", *flags]) == 2
+    said = capsys.readouterr().err
+    assert cause in said and "text.txt" in said
+
+
+def test_an_interruption_is_no_traceback(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(bench.OTHERS, "size", (interrupted, ""))
+    assert bench.main(["size"]) == 130 and "interrupted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", (["--prompt", "0"], ["--batch", "0"], ["--gen", "-1"], ["--threads", "0"]))
 def test_bad_sizes_are_refused(arguments, capsys):
     with pytest.raises(SystemExit):
         bench.main(["decode", *arguments])

@@ -185,3 +185,23 @@ def test_what_was_gathered_before_a_failure_is_kept(tmp_path, monkeypatch):
     monkeypatch.setitem(bench_plots.GATHER, "load", failing)
     assert bench.main(["plots", "--out", str(tmp_path / "p"), "--only", "radix-tree", "load"]) == 2
     assert set(bench_plots.read(tmp_path / "p.json")) == {"radix-tree"}
+
+
+@pytest.mark.parametrize("content", ["", "[]", "null", "1", "{", '{"radix-tree": 1}', '{"radix-tree": {"tree": {}}}'])
+def test_damaged_data_are_named(tmp_path, capsys, content):
+    (tmp_path / "p.json").write_text(content, encoding="utf-8")
+    flags = ["plots", "--out", str(tmp_path / "p"), "--only", "radix-tree"]
+    assert bench.main([*flags, "--redraw"]) == 2
+    said = capsys.readouterr().err
+    assert "p.json" in said and ("leave out --redraw" in said or "damaged" in said)
+    assert bench.main(flags) == (0 if "radix" in content else 2)
+
+
+def test_two_folders_do_not_share_their_data(tmp_path, capsys):
+    for name in ("v1.2", "v1.3"):
+        assert bench.main(["plots", "--out", str(tmp_path / name), "--only", "radix-tree"]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"v1.2", "v1.2.json", "v1.3", "v1.3.json"}
+    for out in (".", "..", "/"):
+        with pytest.raises(SystemExit):
+            bench.main(["plots", "--out", out])
+        assert "name a folder" in capsys.readouterr().err

@@ -47,7 +47,8 @@ def test_failures_are_counted_and_told(server, capsys):
     said = capsys.readouterr().out
     assert code == 1 and "3 requests (3 failed)" in said and "400" in said
     assert bench_serve.main(["--url", "http://127.0.0.1:1"]) == 2 and "does not answer" in capsys.readouterr().err
-    for flags in (["--rate", "0"], ["--requests", "0"], ["--url", "nothing"]):
+    bad = (["--ttft-bound", "nan"], ["--tpot-bound", "-1"], ["--plot", "/no/such/folder/a.svg"], ["--url", "https://h"])
+    for flags in (["--rate", "0"], ["--requests", "0"], ["--url", "nothing"], *bad):
         assert bench_serve.main(flags) == 2
 
 

@@ -129,6 +129,8 @@ def test_text_says_what_fits(capsys):
         (["--params", "1e6", *SHAPE, "--hidden", "4096", "--vocab", "32000"], "the tables alone have 262,144,000"),
         (["--params", "0", *SHAPE], "--params 0.0: must be a positive number"),
         (["--params", "nan", *SHAPE], "must be a positive number"),
+        (["--params", "0.5", *SHAPE], "--params 0.5: must be a positive number"),
+        ([*SHAPE, "--hidden", "64", "--intermediate", "9", "--vocab", "9", "--heads", "4"], "must divide --heads 4"),
         (["--params", "8e9", *SHAPE, "--concurrency", "0"], "--concurrency 0"),
         (["--model", "smollm2", "--params", "8e9"], "a shape of its own: leave out --params"),
         (["--model", "no-such-model"], "No model 'no-such-model'"),

@@ -72,9 +72,18 @@ def test_the_command_line(capsys):
     assert "prefill" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="needs KV memory for .* the whole pool holds 48"):
         simulate.main(["--simulate", "--num-blocks", "4"])
-    with pytest.raises(SystemExit):
-        simulate.main(["--simulate", "--rate", "0"])
-    assert "--rate 0.0: must be positive" in capsys.readouterr().err
+    simulate.main(["--simulate", "--requests", "3", "--trace", "--json"])
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["requests"] == 3 and "prefill" in printed.err
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
+@pytest.mark.parametrize("flag", ["rate", "prompt-mean", "length-spread", "prefix-share", "think-time", "step-cost"])
+def test_F64_a_workload_that_means_nothing_is_refused(flag, value, capsys):
+    for text in (value, "1e-320") if flag == "rate" else (value,):
+        with pytest.raises(SystemExit):
+            simulate.parse(["--simulate", f"--{flag}", text])
+        assert f"--{flag} {float(text)}: must be from" in capsys.readouterr().err
 
 
 def test_planning_cost_is_measured_on_the_real_scheduler(monkeypatch):
