@@ -180,7 +180,8 @@ class Engine:
             try:
                 self.trace(step.describe())
             except Exception as error:
-                self.trace = note(f"the trace is switched off: {type(error).__name__}: {error}")
+                note(f"the trace is switched off: {type(error).__name__}: {error}")
+                self.trace = None
         return step, drafted
 
     def run(
@@ -195,7 +196,7 @@ class Engine:
             rows = self.wanted_rows(step) if rows is None else rows
             logits = self.run_model(self.lay_out(step, rows) if batch is None else batch)
             self.scheduler.computed(step)
-            searches, ready = self._read_logits(step, rows, logits)
+            searches, ready = self._read_logits(step, rows, logits, deltas)
             while ready:
                 results = self.pick(ready, logits)
                 ready = [r for r, result in zip(ready, results, strict=True) if self.accept(r[0], result, deltas)]
@@ -286,17 +287,22 @@ class Engine:
             wanted.append(range(first, end))
         return wanted
 
-    def _read_logits(self, step: Step, rows: list[range], logits: torch.Tensor) -> tuple[list[Request], list[tuple]]:
-        """Score prompts, fork parallel answers, and find out who has caught up.
+    def _read_logits(
+        self, step: Step, rows: list[range], logits: torch.Tensor, deltas: list[Delta]
+    ) -> tuple[list[Request], list[tuple]]:
+        """Score prompts (one that cannot be is an end, in `deltas`), fork parallel answers, and see who has caught up.
 
         Returns the beam searches that now have all their logits, and (choice, its last row) of everyone else.
         """
         searches, ready, row = [], [], 0
         for (seq, _), wanted in zip(step.entries, rows, strict=True):
-            choice, request = seq.request, seq.request.request
-            if request.params.prompt_logprobs is not None and wanted:
-                self._score_prompt(request, wanted, logits[row : row + len(wanted)])
+            choice, request, start = seq.request, seq.request.request, row
             row += len(wanted)
+            if request.params.prompt_logprobs is not None and wanted:
+                bad = self._score_prompt(request, wanted, logits[start:row])
+                if bad is not None:
+                    deltas += self._end(request, "error", str(bad))
+                    continue
             if seq.num_new == 0 and request.beams is not None and request.max_tokens > 0:
                 if request.beams.offer(choice, logits[row - 1].clone()):
                     searches.append(request)
@@ -396,8 +402,8 @@ class Engine:
             self._close_if_finished(request)
         return False
 
-    def _score_prompt(self, request: Request, wanted: range, logits: torch.Tensor) -> None:
-        """Row p of the prompt says how likely its token p + 1 was."""
+    def _score_prompt(self, request: Request, wanted: range, logits: torch.Tensor) -> ValueError | None:
+        """Row p of the prompt says how likely its token p + 1 was. Returns what is wrong with a row of them, if any."""
         done = len(request.prompt_logprobs)
         positions = [p for p in wanted if done <= p + 1 < len(request.prompt_ids)]
         if positions:
@@ -406,8 +412,9 @@ class Engine:
             scores = prompt_logprobs(rows, targets, request.params.prompt_logprobs)
             bad = next((s for s in scores if isinstance(s, Exception)), None)
             if bad is not None:
-                raise bad
+                return bad
             request.prompt_logprobs += scores
+        return None
 
     def _fork(self, request: Request, seq: Sequence) -> Choice:
         """One more parallel answer from the same computed prompt; it shares all blocks until it writes."""

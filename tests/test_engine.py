@@ -475,6 +475,27 @@ def test_F31_a_text_that_cannot_be_made_ends_its_own_request(monkeypatch):
     assert_all_free(engine)
 
 
+def test_F31_a_prompt_that_cannot_be_scored_ends_its_own_request(monkeypatch):
+    engine = make_engine()
+    prompts, run_model = prompts_of(5, 6), engine.run_model
+    scored = engine.add(prompts[0], dataclasses.replace(GREEDY, prompt_logprobs=1))
+    other = engine.add(prompts[1], GREEDY)
+
+    def first_row_is_bad(batch):
+        logits = run_model(batch)
+        logits[0] = float("nan")
+        return logits
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "run_model", first_row_is_bad)
+        deltas = engine.step()
+    assert [d.request for d in deltas if d.finish_reason == "error"] == [scored] and scored.finished
+    while engine.has_work:
+        engine.step()
+    assert other.output().outputs[0].token_ids == expected("llama", prompts[1], GREEDY)
+    assert_all_free(engine)
+
+
 def test_F31_neither_trace_nor_speculator_can_end_a_request(monkeypatch):
     engine = make_engine(speculate="copy")
     engine.trace = lambda line: 1 / 0
