@@ -67,7 +67,7 @@ private:
         done_.store(0, std::memory_order_relaxed);
         const int64_t all = threads();
         const uint64_t job = uint64_t(++job_) << 32;
-        for (int64_t t = 0; t < all; t++) shares_[t].end.store(n * (t + 1) / all, std::memory_order_relaxed);
+        for (int64_t t = 0; t < all; t++) shares_[t].end.store(n * (t + 1) / all, std::memory_order_release);
         for (int64_t t = 0; t < all; t++)
             shares_[t].ticket.store(job | uint64_t(n * t / all), std::memory_order_seq_cst);
         if (sleeping_.load(std::memory_order_seq_cst)) wake();
@@ -83,10 +83,11 @@ private:
             uint64_t t = share.ticket.load(std::memory_order_acquire);
             for (;;) {
                 // These may already belong to the next job; then the ticket passed through NONE_LEFT and the swap fails.
+                // (`end` is acquired: whoever sees the next job's sees that NONE_LEFT too, whatever the processor.)
                 Task task = task_.load(std::memory_order_relaxed);
                 void* context = context_.load(std::memory_order_relaxed);
                 int64_t item = t & NONE_LEFT;
-                if (item >= share.end.load(std::memory_order_relaxed)) break;
+                if (item >= share.end.load(std::memory_order_acquire)) break;
                 if (!share.ticket.compare_exchange_weak(t, t + 1, std::memory_order_acq_rel)) continue;
                 task(context, item);
                 done_.fetch_add(1, std::memory_order_release);
