@@ -17,7 +17,7 @@ another origin only after a preflight, and that is answered only for the origins
 way around that.
 
 Source: OpenAI's API reference, "Error codes"; the ASGI specification, "HTTP & WebSocket". Left out: TLS, rates per
-client, and a bound on the time that headers may take to arrive (put a proxy in front).
+client, and bounds on the time that headers, or a body that trickles in, may take to arrive (put a proxy in front).
 """
 
 from __future__ import annotations
