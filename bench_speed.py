@@ -362,7 +362,7 @@ CLAIMS = {
         "GPUs",
         "the reference writes every dense weight to memory before it multiplies, which no engine would do: the ratio "
         "says what fusing dequantisation into the product is worth, not what fusing a norm is.",
-        45,
+        30,
         ROUNDING,
     ),
     "overlap": Claim(

@@ -114,6 +114,8 @@ def test_prefix_caches_save_exactly_the_tokens_they_find(rows, cache):
         none, cached = sides[f"{workload}, none"], sides[f"{workload}, {cache}"]
         assert none["cached tokens"] == 0 and none["prompt tokens"] == cached["prompt tokens"]
         assert cached["tokens computed"] == none["tokens computed"] - cached["cached tokens"]
+        first = [side["before the median TTFT"] for side in (cached, none)]
+        assert first[0] == first[1] if workload == "no reuse" else first[0] < first[1]
         assert (cached["cached tokens"] > 0.3 * none["prompt tokens"]) == (workload != "no reuse")
     assert sides[f"no reuse, {cache}"]["cached tokens"] == 0
 
