@@ -245,6 +245,8 @@ def test_tensors_read_whole_are_the_file_s_in_other_memory(container, folder, tm
     assert all(mapped.tensor(name).equal(whole.tensor(name)) for name in mapped.names())
     if container == "gguf":  # one buffer of their own
         assert len({tensor.untyped_storage().data_ptr() for tensor in kept[1]}) == 1
+    else:  # read once, not mapped anew each time
+        assert all(whole.tensor(name) is whole.tensor(name) for name in whole.names())
 
 
 def test_memory_is_refused_by_name_where_the_system_keeps_no_such_books(monkeypatch):
