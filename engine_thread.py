@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import math
 import queue
 import sys
@@ -298,9 +297,10 @@ class EngineThread:
     def _publish(self, served: Served, deltas: list[Delta]) -> None:
         """Count the deltas and hand them to their jobs."""
         now = time.perf_counter()
-        for _, group in itertools.groupby(deltas, key=lambda delta: delta.request.id):
-            group = list(group)
-            request = group[0].request
+        groups: dict[Request, list[Delta]] = {}  # where guesses were right: A's first token, B's, A's second, B's
+        for delta in deltas:
+            groups.setdefault(delta.request, []).append(delta)
+        for request, group in groups.items():
             job = served.jobs.get(request.id)
             if job is None:  # refused halfway: its client never saw it begin
                 continue

@@ -196,6 +196,23 @@ def test_guesses_of_speculation_are_counted():
     assert counts["accepted_drafts_total"] == llm.stats()["accepted"]
 
 
+def test_streams_that_end_in_a_step_of_several_tokens_get_all_of_them():
+    llm = make_llm(speculate="ngram", num_speculative_tokens=3)
+    llm.engine.speculator.step = None  # guess whatever it costs
+    body = {"prompt": ["the cat sat on the cat sat on", "the dog sat on the dog"], "temperature": 0, "ignore_eos": True}
+    body |= {"max_tokens": 22, "logit_bias": {"70": 100}}  # 1 + 1 + 5 steps of 4, the last of them together
+    with serving({"tiny": llm}) as server:
+        whole = server.complete(**body)
+        events = [event["choices"][0] for event in server.stream(**body) if event != "[DONE]"]
+        page = server.http.get("/metrics").text
+    for choice in whole["choices"]:
+        mine = [event for event in events if event["index"] == choice["index"]]
+        assert "".join(event["text"] for event in mine) == choice["text"]
+        assert mine[-1]["finish_reason"] == choice["finish_reason"] == "length"
+    assert llm.stats()["accepted"] == 2 * 2 * 15
+    assert re.search(r"^vitrine_generated_tokens_total{.*} 88$", page, re.MULTILINE), "2 x 2 answers of 22 tokens"
+
+
 def test_F66_a_slow_reader_gets_every_byte_and_delays_nobody(server, monkeypatch):
     text = "日本語😀é" * 40
     ids = server.llm().tokenizer.encode(text)
