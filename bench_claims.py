@@ -196,18 +196,22 @@ def as_markdown(result: dict) -> str:
 
 def with_summary(text: str, result: dict) -> str:
     """A README with its block between the two marks replaced. Raises ValueError where a mark or a row is missing."""
-    missing = [name for name in CLAIMS if name not in result["claims"]]
-    if missing:
-        raise ValueError(f"--readme shows all rows, and {', '.join(missing)} are not measured: leave --only out")
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"--readme needs one line {BEGIN!r} and after it one line {END!r}, to write between them")
+    check_readme(text, list(result["claims"]))
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     return f"{before}{BEGIN}\n{summary(result)}{END}{after}"
 
 
+def check_readme(text: str, names: list[str]) -> None:
+    """Refuse to write a table of these rows where one is missing, or without a place to write it."""
+    missing = [name for name in CLAIMS if name not in names]
+    if missing:
+        raise ValueError(f"--readme shows all rows, and there would be no {', '.join(missing)}: measure them too")
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise ValueError(f"--readme needs one line {BEGIN!r} and after it one line {END!r}, to write between them")
+
+
 def write(result: dict, folder: Path) -> None:
     """claims.json and claims.md. The JSON is replaced as a whole, or not at all: an interruption leaves it readable."""
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "claims.md").write_text(as_markdown(result), encoding="utf-8")
     part = folder / "claims.json.part"
     part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -235,6 +239,8 @@ def check_flags(args: argparse.Namespace) -> None:
         if getattr(args, name) != defaults[name]:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag} {getattr(args, name)}: the experiments set this themselves; leave it out")
+    if args.fresh and not args.out:
+        raise ValueError("--fresh measures again what --out has: give --out as well")
 
 
 def begin(args: argparse.Namespace, settings: dict) -> dict:
@@ -270,6 +276,10 @@ def run(args: argparse.Namespace) -> int:
     engine = {name: value for name, value in engine_arguments(args).items() if name not in FLIPPED.split()}
     sizes = QUICK if args.quick else FULL
     result = begin(args, json.loads(json.dumps({"sizes": asdict(sizes), "engine": engine})))
+    if args.readme:  # whatever is wrong with it is said before ten minutes of measuring
+        check_readme(args.readme.read_text(encoding="utf-8"), [*result["claims"], *args.only])
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
     result["machine"] = args.machine or f"{os.cpu_count()} cores, {args.threads or os.cpu_count()} threads"
 
     def save() -> None:
@@ -285,7 +295,7 @@ def run(args: argparse.Namespace) -> int:
         where = f"in {args.out}; the same command goes on from there" if args.out else "below; --out would keep them"
         print(f"\ninterrupted: {len(result['claims'])} finished rows are {where}", file=sys.stderr)
     save()
-    if args.readme and not interrupted:
+    if args.readme and not interrupted and not result["failed"]:
         text = with_summary(args.readme.read_text(encoding="utf-8"), result)
         args.readme.write_text(text, encoding="utf-8")
     print(json.dumps(result) if args.json else as_text(result))

@@ -371,6 +371,23 @@ def test_switches_the_experiments_flip_are_refused(flags, capsys):
     assert f"{flags[0].replace('no-', '')} " in capsys.readouterr().err
 
 
+def test_what_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, capsys):
+    readme = tmp_path / "README.md"
+    (tmp_path / "file").touch()
+    refused = {
+        "needs one line": ["--readme", str(readme)],
+        "there would be no": ["--readme", str(readme), "--only", "lpm"],
+        "No such file": ["--readme", str(tmp_path / "nowhere")],
+        "--fresh measures again": ["--fresh"],
+        "File exists": ["--out", str(tmp_path / "file")],
+    }
+    readme.write_text("no marks", encoding="utf-8")
+    for cause, flags in refused.items():
+        assert bench.main(["claims", "--quick", "--model", str(tmp_path / "never loaded"), *flags]) == 2
+        captured = capsys.readouterr()
+        assert cause in captured.err and "/1" not in captured.err, cause
+
+
 def claims(folder, out, *flags, only=("lpm",)) -> int:
     command = ["claims", "--model", folder, "--quick", "--json", "--out", str(out), "--threads", "1"]
     return bench.main([*command, "--only", *only, *flags])
@@ -480,7 +497,7 @@ def test_the_readme_block_is_replaced_and_nothing_else():
     assert with_summary(once, result) == once
     with pytest.raises(ValueError, match="needs one line"):
         with_summary("no marks", result)
-    with pytest.raises(ValueError, match="lpm are not measured"):
+    with pytest.raises(ValueError, match="there would be no lpm"):
         with_summary(text, result | {"claims": {name: row for name in CLAIMS if name != "lpm"}})
 
 
