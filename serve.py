@@ -208,8 +208,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     given, rest = several.parse_known_args(argv)
     args = parser.parse_args(rest)
     args.models = given.model or [args.model]
-    for name in ("port", "max_queue", "stall", "drain"):
-        if getattr(args, name) < 0:
+    if not args.stall > 0:
+        parser.error(f"--stall must be more than 0, got {args.stall}")
+    for name in ("port", "max_queue", "drain"):
+        if not getattr(args, name) >= 0:  # (a NaN is not)
             parser.error(f"--{name.replace('_', '-')} must not be negative, got {getattr(args, name)}")
     for name in ("max_body", "max_choices"):
         if getattr(args, name) < 1:

@@ -357,7 +357,14 @@ def test_the_command_line():
     for bad in (["a", "a"], ["=x"], ["x="]):
         with pytest.raises(ValueError, match="NAME=MODEL"):
             named_models(bad)
-    for flags in (["--port", "-1"], ["--max-body", "0"], ["--drain", "-3"], ["--no-such-flag"]):
+    for flags in (
+        ["--port", "-1"],
+        ["--max-body", "0"],
+        ["--drain", "-3"],
+        ["--stall", "0"],
+        ["--stall", "nan"],
+        ["--no-such-flag"],
+    ):
         with pytest.raises(SystemExit):
             parse_arguments(flags)
     assert main(["--model", "no-such-model"]) == 2
