@@ -11,6 +11,7 @@ from test_speculative import surprise
 
 import head_texts
 import kernels
+import speculative
 from compiled import DecodeGraphs
 from draft_head import DraftHead, HeadProposer, fingerprint, head_shapes, load_head, read_head, save_head, strength_of
 from generate import LLM
@@ -19,7 +20,7 @@ from layout import build_batch
 from sampling_params import SamplingParams
 from scheduler import Sequence, Step
 from speculative import NgramProposer, Speculator
-from train_head import Settings, head_step, norm, train
+from train_head import Settings, head_step, measure, norm, train
 
 OPTIONS = {"kernels": "reference", "num_blocks": 200, "threads": 1}
 
@@ -348,3 +349,23 @@ def test_measuring_texts_are_not_training_texts():
     asked = "\n".join(head_texts.requests(2000, 0))
     for text in (text for texts in head_texts.held_out().values() for text in texts):
         assert " ".join(text.split()[:4]) not in asked
+
+
+def test_measuring_counts_what_each_side_guessed(decided, tmp_path):
+    train(tmp_path / "h", SMALL, lambda: LLM(decided, **OPTIONS))
+    llm = LLM(decided, **OPTIONS, speculate=f"head:{tmp_path}/h")
+    llm.engine.speculator.step = None
+    sides = {"plain": None, "ngram": Speculator(NgramProposer()), "head": llm.engine.speculator}
+    rows = measure(llm, sides, batch=3, tokens=12, rounds=2)
+    assert [row["side"] for row in rows] == list(sides) * 4 and all(row["same"] for row in rows)
+    assert all(row["tokens_per_step"] == 1.0 and row["speedup"] == 1.0 for row in rows[::3])
+    speculator = llm.engine.speculator
+    assert speculator.drafted > 0 and any(row["tokens_per_step"] > 1 for row in rows[2::3])
+    assert all(row["right"] <= 1.0 for row in rows)
+
+
+def test_the_command_refuses_by_name(tmp_path, capsys):
+    assert speculative.main(["train", "--out", str(tmp_path / "h"), "--steps", "0"]) == 2
+    assert "steps=0: at least 1" in capsys.readouterr().err
+    assert speculative.main(["train", "--out", str(tmp_path / "h"), "--model", "nothing"]) == 2
+    assert "No model 'nothing'" in capsys.readouterr().err
