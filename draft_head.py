@@ -167,6 +167,8 @@ def computed_anew(run: Callable[[], Tensor]) -> tuple[Tensor, Callable]:
 class HeadProposer:
     """Proposes what a draft head says. rows: `Engine.rows`. capture: as for DecodeGraphs, to replay a round."""
 
+    TRUST = 20.0  # for the Speculator: the strength says it already, whatever the answer
+
     def __init__(self, head: DraftHead, target: Transformer, rows: dict[Choice, int], capture=computed_anew):
         self.head, self.target, self.rows, self.capture = head, target, rows, capture
         self.ids = head.kept.tolist()

@@ -340,8 +340,9 @@ class LLM:
 
             return StepCost.measure(run, most_rows)
 
-        draft = None
+        draft, trust = None, Speculator.TRUST
         if isinstance(proposer, HeadProposer):
+            trust = HeadProposer.TRUST
             if self.graphs is not None and self.device.type == "cpu":
                 proposer.capture = self.graphs.capture
             draft = proposer.measure(max_num_seqs)
@@ -350,7 +351,7 @@ class LLM:
             proposer.run_model = graphs or proposer.run_model
             draft = cost(proposer.run_model, max_num_seqs)
         step = cost(self.engine.run_model, max_num_seqs * (1 + most))
-        self.engine.speculator = Speculator(proposer, most, step, draft)
+        self.engine.speculator = Speculator(proposer, most, step, draft, trust)
 
     @property
     def compile_s(self) -> float:

@@ -156,8 +156,10 @@ class StepCost:
                 before = time.perf_counter()
                 run(rows)
                 times.append(time.perf_counter() - before)
-            seconds[rows] = max(min(times), seconds.get(rows // 2, 0.0))  # more rows never cost less
+            seconds[rows] = min(times)
             rows *= 2
+        for rows in reversed(list(seconds)):  # more rows never cost less, and a clock only ever adds
+            seconds[rows] = min(seconds[rows], seconds.get(2 * rows, seconds[rows]))
         return cls(seconds)
 
 
@@ -185,8 +187,11 @@ class Speculator:
     """Decides how much to guess, asks the proposer, and keeps the books.
 
     step, draft: seconds of a target step of so many rows, and of a round of the proposer that guesses one token for so
-    many answers. Without them every answer is given `most` guesses, whatever comes of it.
+    many answers. Without them every answer is given `most` guesses, whatever comes of it. trust: so many guesses of its
+    own weigh as much with an answer as all that the others have seen.
     """
+
+    TRUST = 2.0
 
     def __init__(
         self,
@@ -194,8 +199,9 @@ class Speculator:
         most: int = 5,
         step: Callable[[int], float] | None = None,
         draft: Callable[[int], float] | None = None,
+        trust: float = TRUST,
     ):
-        self.proposer, self.most, self.step, self.draft = proposer, most, step, draft
+        self.proposer, self.most, self.step, self.draft, self.trust = proposer, most, step, draft, trust
         self.overall: dict[int, Record] = {}  # by strength, of all answers: what to expect of a new one
         self.records: WeakKeyDictionary[Choice, dict[int, Record]] = WeakKeyDictionary()
         self.asked: dict[Choice, int] = {}  # whose guesses are being verified, and their strength
@@ -215,7 +221,7 @@ class Speculator:
         overall = self.overall.setdefault(strength, Record(2.0 * strength, 2.0))
         own = self.records.setdefault(choice, {})
         if strength not in own:
-            own[strength] = Record(2 * overall.rate, 2 - 2 * overall.rate)
+            own[strength] = Record(self.trust * overall.rate, self.trust * (1 - overall.rate))
         return own[strength]
 
     def plan(self, records: list[Record], longest: list[int]) -> list[int]:

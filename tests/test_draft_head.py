@@ -364,6 +364,21 @@ def test_measuring_counts_what_each_side_guessed(decided, tmp_path):
     assert all(row["right"] <= 1.0 for row in rows)
 
 
+def test_the_shipped_head_guesses_for_the_default_model(smollm2):
+    """On requests it was not trained on: the tokens of plain decoding, in fewer steps."""
+    llm = LLM(quant="int4", compile=True, num_blocks=200, threads=2, speculate="head")
+    llm.engine.speculator.step = None
+    asked = [texts[0] for texts in head_texts.held_out().values()]
+    params, steps, answers = SamplingParams(temperature=0, max_tokens=32), [], []
+    for side in (llm.engine.speculator, None):
+        llm.engine.speculator, before = side, llm.scheduler.stats()["steps"]
+        answers.append([llm.chat([{"role": "user", "content": text}], params).outputs[0].token_ids for text in asked])
+        steps.append(llm.scheduler.stats()["steps"] - before)
+    assert answers[0] == answers[1]
+    assert steps[0] < 0.85 * steps[1]
+    kernels.set_backend("reference")
+
+
 def test_the_command_refuses_by_name(tmp_path, capsys):
     assert speculative.main(["train", "--out", str(tmp_path / "h"), "--steps", "0"]) == 2
     assert "steps=0: at least 1" in capsys.readouterr().err

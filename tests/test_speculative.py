@@ -16,7 +16,7 @@ from generate import LLM
 from kv_paged import blocks_needed
 from sampling import SamplerState, draw, probabilities, process_logits
 from sampling_params import SamplingParams
-from speculative import GUESS, NgramProposer, Speculator, StepCost, rejection_sample, verdict
+from speculative import GUESS, NgramProposer, Record, Speculator, StepCost, rejection_sample, verdict
 from tokenizer import Tokenizer
 
 PROPOSERS = ("ngram", "head", "copy", "stranger", "self:1")
@@ -359,10 +359,26 @@ def test_draft_costs_count():
     assert observe(cheap, [a], 9)[0] > 0 == observe(dear, [a], 9)[0]
 
 
-def test_step_costs_are_interpolated_and_never_fall():
+def test_an_answers_own_record_counts_as_much_as_the_proposer_is_to_be_trusted():
+    """One wrong guess ends those of an answer whose proposer knows little of it, and not of one that knows it all."""
+    hasty, calm = (Speculator(NgramProposer(), 1, lambda rows: 10 + 9 * rows, trust=trust) for trust in (2.0, 40.0))
+    a, b = always_matching(), always_matching()
+    for speculator, choice in ((hasty, a), (calm, b)):
+        speculator.overall[3] = Record(70.0, 30.0)  # right seven times in ten
+        assert observe(speculator, [choice], 0) == [1]
+    assert (observe(hasty, [a], 0), observe(calm, [b], 0)) == ([0], [1])
+
+
+def test_step_costs_are_interpolated_and_never_fall(monkeypatch):
     calls = []
     cost = StepCost.measure(calls.append, 8)
     assert sorted(set(calls)) == [1, 2, 4, 8] and cost.seconds == sorted(cost.seconds)
+    late = iter([9.0, 9.0, 9.0, *[1.0] * 99])  # seconds of each call: a busy moment spoils the first size only
+    clock = [0.0]
+    with monkeypatch.context() as patch:
+        patch.setattr("time.perf_counter", lambda: clock[0])
+        cost = StepCost.measure(lambda rows: clock.__setitem__(0, clock[0] + next(late)), 8, budget_s=1e9)
+    assert cost.seconds == [1.0] * 4
     cost = StepCost({1: 1.0, 2: 2.0, 4: 3.0})
     assert [cost(rows) for rows in (1, 2, 3, 4, 8)] == [1, 2, 2.5, 3, 5]
 
