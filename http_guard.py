@@ -97,6 +97,8 @@ def internal_error(error: Exception) -> ApiError:
 def _validation_error(error: RequestValidationError) -> ApiError:
     """The first few things that are wrong with a body, without repeating the body."""
     messages, param = [], None
+    if any(isinstance(item.get("input"), bytes) for item in error.errors()[:1]):  # never parsed
+        return ApiError(400, "the body was not declared as JSON: send the header 'Content-Type: application/json'")
     for item in error.errors()[:3]:
         place = ".".join(str(part) for part in item["loc"] if part != "body")[:100]
         given = repr(item.get("input"))[:60] if isinstance(item.get("input"), (str, int, float)) else ""

@@ -26,8 +26,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from http_guard import ApiError
 from sampling_params import SamplingParams
 
+# Other servers' names for a structure. Left unheard, they would give an answer that has none.
+STRUCTURE = "guided_json guided_regex guided_choice guided_grammar structured_outputs json_schema grammar".split()
 # Known fields that this server cannot honour: field -> values that ask for nothing.
 UNSUPPORTED: dict[str, tuple] = {
+    **dict.fromkeys(STRUCTURE, ()),
+    "use_beam_search": (False,),
     "suffix": ("",),
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -56,7 +60,8 @@ class Body(BaseModel):
         ignored = []
         for name, value in (self.model_extra or {}).items():
             if name in UNSUPPORTED and value is not None and value not in UNSUPPORTED[name]:
-                raise ApiError(400, f"{name!r} is not supported by this server; leave it out", name, "unsupported")
+                instead = "ask with response_format, regex or choice" if name in STRUCTURE else "leave it out"
+                raise ApiError(400, f"{name!r} is not supported by this server; {instead}", name, "unsupported")
             if name not in UNSUPPORTED:
                 shown = ascii(name[:40])  # quoted, unless it is a plain word: an edge of blanks is no header value
                 ignored.append(shown[1:-1] if re.fullmatch(r"[\w.-]+", name[:40], re.ASCII) else shown)

@@ -185,7 +185,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 is everywhere (set a key)")
     group.add_argument("--port", type=int, default=8000)
     group.add_argument(
-        "--api-key", default=os.environ.get("VITRINE_API_KEY"), metavar="KEY", help="or $VITRINE_API_KEY"
+        "--api-key", default=os.environ.get("VITRINE_API_KEY") or None, metavar="KEY", help="or $VITRINE_API_KEY"
     )
     group.add_argument(
         "--cors-origin", action="append", default=[], metavar="ORIGIN", help="allow pages of this origin"
@@ -210,9 +210,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args.models = given.model or [args.model]
     if not args.stall > 0:
         parser.error(f"--stall must be more than 0, got {args.stall}")
-    for name in ("port", "max_queue", "drain"):
-        if not getattr(args, name) >= 0:  # (a NaN is not)
-            parser.error(f"--{name.replace('_', '-')} must not be negative, got {getattr(args, name)}")
+    for name, most in (("port", 65535), ("max_queue", 1e9), ("drain", 1e9)):
+        if not 0 <= getattr(args, name) <= most:  # (a NaN is not)
+            parser.error(f"--{name.replace('_', '-')} must be from 0 to {most:,.0f}, got {getattr(args, name)}")
+    if args.api_key is not None and (not args.api_key or args.api_key != args.api_key.strip()):
+        parser.error("--api-key must not be empty, nor begin or end with a space: no client could send it")
     for name in ("max_body", "max_choices"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")

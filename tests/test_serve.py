@@ -129,6 +129,19 @@ def test_unknown_fields_are_named_and_unsupported_ones_refused(server):
     assert "x-ignored-fields" not in server.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).headers
 
 
+def test_F57_structures_under_other_names_are_not_passed_over(server):
+    for name in ("guided_json", "json_schema", "grammar"):  # F57: never free text where a structure was asked for
+        error = server.complete(expect=400, **{name: {"type": "object"}})["error"]
+        assert error["param"] == name and "response_format" in error["message"]
+    assert server.complete(guided_json=None, max_tokens=1)["choices"]
+
+
+def test_F63_a_body_that_was_not_declared_as_json_is_told_how(server):
+    for headers in ({}, {"content-type": "text/plain"}):
+        answer = server.http.post("/v1/completions", content=b'{"prompt": "x"}', headers=headers)
+        assert answer.status_code == 400 and "Content-Type: application/json" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("stream", (False, True))
 @pytest.mark.parametrize("name", ("", " edge ", "a\r\nX-Forged: 1", "\x7f", "\t", "ключ", "x" * 500))
 def test_F64_any_name_of_an_unknown_field_makes_a_legal_header(server, name, stream):
@@ -357,14 +370,8 @@ def test_the_command_line():
     for bad in (["a", "a"], ["=x"], ["x="]):
         with pytest.raises(ValueError, match="NAME=MODEL"):
             named_models(bad)
-    for flags in (
-        ["--port", "-1"],
-        ["--max-body", "0"],
-        ["--drain", "-3"],
-        ["--stall", "0"],
-        ["--stall", "nan"],
-        ["--no-such-flag"],
-    ):
+    bad = [["--port", "65536"], ["--stall", "0"], ["--stall", "nan"], ["--drain", "inf"], ["--api-key", ""]]
+    for flags in (["--port", "-1"], ["--max-body", "0"], ["--drain", "-3"], ["--no-such-flag"], *bad):
         with pytest.raises(SystemExit):
             parse_arguments(flags)
     assert main(["--model", "no-such-model"]) == 2
