@@ -108,7 +108,7 @@ class Request:
     @property
     def width(self) -> int:
         """How many answers are drawn: best_of of them, of which the n best are returned. A beam search draws none."""
-        return 1 if self.params.beam_width else self.params.best_of or self.params.n
+        return 1 if self.params.beam_width and self.max_tokens else self.params.best_of or self.params.n
 
     def output(self) -> RequestOutput:
         choices = self.choices

@@ -99,3 +99,15 @@ def test_searches_that_cannot_run_side_by_side_are_refused():
     with pytest.raises(ValueError, match="stop"):
         engine.add([5, 6, 7], SamplingParams(temperature=0, beam_width=2, stop=["x"]))
     assert not engine.has_work
+
+
+def test_a_search_for_nothing_has_as_many_answers_as_it_was_asked_for():
+    engine = make_engine(max_num_seqs=4, num_blocks=40)
+    request = engine.add([5, 6, 7], SamplingParams(beam_width=3, n=2, temperature=0, max_tokens=0))
+    while engine.has_work:
+        engine.step()
+    assert [(a.index, a.token_ids, a.finish_reason) for a in request.output().outputs] == [
+        (0, [], "length"),
+        (1, [], "length"),
+    ]
+    assert_all_free(engine)
