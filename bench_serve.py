@@ -101,6 +101,8 @@ async def ask(url: str, key: str | None, body: dict) -> Answer:
         answer.error = f"{type(error).__name__}: {error}"
     if answer.error is None and not answer.chunks:
         answer.error = NOTHING
+    elif answer.error is None and not answer.tokens:
+        answer.error = "the answer came without a count of its tokens (usage)"
     return answer
 
 
@@ -110,7 +112,7 @@ async def read_answer(reader: asyncio.StreamReader, answer: Answer) -> None:
     while (await reader.readline()).strip():
         pass
     if b" 200 " not in status:
-        answer.error = status.decode().strip()
+        answer.error = status.decode("latin-1").strip() or "the connection was closed without an answer"
         return
     held = b""
     while size := int(await reader.readline(), 16):
@@ -129,7 +131,7 @@ def note(answer: Answer, event: dict) -> None:
         answer.chunks.append(time.perf_counter() - answer.sent)
         answer.text += text
     if event.get("usage"):
-        answer.tokens = event["usage"]["completion_tokens"]
+        answer.tokens = int(event["usage"]["completion_tokens"])
 
 
 # -- the crowd

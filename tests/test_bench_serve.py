@@ -1,5 +1,6 @@
 """The load generator against a tiny server, and its arithmetic."""
 
+import asyncio
 import json
 import sys
 from types import SimpleNamespace
@@ -108,6 +109,41 @@ def test_a_server_of_its_own_and_a_plot(tmp_path, capsys):
 def test_a_server_that_does_not_start_says_why():
     with pytest.raises(ValueError, match="did not start: loading\nerror: no such model"):
         wait_for_address(SimpleNamespace(stderr=["loading\n", "error: no such model\n"]))
+
+
+def chunked(*events: str) -> bytes:
+    parts = [f"data: {event}\n\n".encode() for event in events]
+    return b"HTTP/1.1 200 OK\r\n\r\n" + b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+
+
+TEXT = '{"choices": [{"delta": {"content": "x"}}]}'
+
+
+@pytest.mark.parametrize(
+    ("reply", "cause"),
+    [
+        (b"", "closed without an answer"),
+        (b"HTTP/1.1 500 \xff\r\n\r\n", "500"),
+        (b"HTTP/1.1 200 OK\r\n\r\n{}", "ValueError"),
+        (chunked('{"error": "boom"}'), "TypeError"),
+        (chunked('{"choices": [{"text": "x"}]}'), "KeyError"),
+        (chunked('{"choices": null}'), "TypeError"),
+        (chunked(TEXT), "without a count of its tokens"),
+        (chunked(TEXT, '{"choices": [], "usage": {"completion_tokens": "x"}}'), "ValueError"),
+        (chunked(TEXT)[:-5], "ValueError"),
+    ],
+)
+def test_F66_what_another_server_says_is_no_traceback(reply, cause):
+    async def exchange() -> Answer:
+        async def serve(reader, writer):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(reply)
+            writer.close()
+
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as other:
+            return await bench_serve.ask(f"http://127.0.0.1:{other.sockets[0].getsockname()[1]}", None, {})
+
+    assert cause in asyncio.run(exchange()).error
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1), st.integers(1, 100))
