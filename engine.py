@@ -40,6 +40,7 @@ from collections.abc import Callable, Hashable, Iterable
 
 import torch
 
+import kernels
 from beam import BeamSearch, Heir
 from guided import Guides
 from kv_paged import KVCache, blocks_needed
@@ -72,6 +73,7 @@ class Engine:
     ):
         self.model, self.kv, self.scheduler, self.tokenizer = model, kv, scheduler, tokenizer
         self.eos_token_ids, self.trace, self.speculator = eos_token_ids, trace, speculator
+        self.device = model.norm.device
         self.run_model: Callable[[Batch], torch.Tensor] = lambda batch: model(batch, kv)
         self.seeds = random.Random(seed)  # for requests that bring none
         self.ids = itertools.count()
@@ -160,6 +162,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Delta]:
         """Compute one step and return what it added to whom. Whatever goes wrong ends requests, never the engine."""
+        kernels.use_device(self.device)
         try:
             return self.run(*self.plan()) if self.overlap is None else self.overlap.step()
         except Exception as error:  # not in the model's part of the step, so nobody's place in the plan can be trusted

@@ -347,6 +347,12 @@ def backend() -> str:
     return _backend
 
 
+def use_device(device: torch.device) -> None:
+    """Have this thread launch on `device` from now on: which GPU is the current one, CUDA keeps for each thread."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def set_threads(n: int) -> None:
     """Threads of the native backend, the caller's included."""
     if n < 1:

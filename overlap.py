@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+import kernels
 from model import Batch
 from request import Choice, Delta
 from sampling import Sampled
@@ -138,6 +139,7 @@ class Overlap:
     def _launch(self, step: Step, choices: list[Choice], batch: Batch) -> None:
         @torch.inference_mode()
         def compute() -> torch.Tensor:
+            kernels.use_device(self.engine.device)
             self.engine.move_blocks(step)
             return self.engine.run_model(batch)
 

@@ -496,6 +496,24 @@ def test_F31_a_prompt_that_cannot_be_scored_ends_its_own_request(monkeypatch):
     assert_all_free(engine)
 
 
+@pytest.mark.parametrize("overlap", (False, True))
+def test_whichever_thread_runs_the_model_has_chosen_its_gpu(monkeypatch, overlap):
+    engine = make_engine(overlap=overlap)
+    engine.device, run_model, chosen, ran = torch.device("cuda:1"), engine.run_model, {}, set()
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.update({threading.get_ident(): str(device)}))
+
+    def watched(batch):
+        ran.add((threading.get_ident(), chosen.get(threading.get_ident())))
+        return run_model(batch)
+
+    engine.run_model = watched
+    serve = threading.Thread(target=lambda: run(engine, [(prompts_of(5)[0], GREEDY)]))
+    serve.start()
+    serve.join()
+    assert {device for _, device in ran} == {"cuda:1"} and len(ran) == 1 + overlap
+    assert threading.get_ident() not in chosen, "of this thread nothing was asked"
+
+
 def test_F31_neither_trace_nor_speculator_can_end_a_request(monkeypatch):
     engine = make_engine(speculate="copy")
     engine.trace = lambda line: 1 / 0
