@@ -8,7 +8,7 @@ The idea. Learn one small step: from a state and the token that was drawn from i
 as guesses are wanted, and every state is read by the target's own output table:
 
     target  ... "sat" ──► s0 ── head ──► "on" drawn           (a step of the target: 97 MB of weights)
-    guess 1   s0, "on"  ──► s1 ── table ──► "the"             (a round of the head: 4 MB)
+    guess 1   s0, "on"  ──► s1 ── table ──► "the"             (a round of the head: 4.6 MB)
     guess 2   s1, "the" ──► s2 ── table ──► "mat"
 
     s' = s + down · silu_gate( from_state · norm(s) + from_token · norm(embedding of the token) )

@@ -252,10 +252,14 @@ def test_F43_a_head_of_another_model_is_refused_before_anything_runs(folder, tmp
         with monkeypatch.context() as patch, pytest.raises(ValueError, match=f"'other', {cause}.*speculative.py train"):
             patch.setattr("model.Transformer.forward", lambda *args: pytest.fail("the model ran"))
             LLM(folder, **OPTIONS, compile=True, speculate=f"head:{path}")
+    with pytest.raises(ValueError, match="'smollm2', hidden size 576; this model has 64"):
+        LLM(folder, **OPTIONS, speculate="head")
     with pytest.raises(ValueError, match="no draft head.*speculative.py train"):
         LLM(folder, **OPTIONS, speculate=f"head:{tmp_path}/nothing")
     assert len({fingerprint(LLM(str(tmp_path / cause), **OPTIONS).model) for cause in strangers}) == 3
-    assert fingerprint(LLM(folder, **OPTIONS).model) == fingerprint(LLM(folder, quant="int4", **OPTIONS).model)
+    file = str(tiny.gguf_file(folder, tmp_path / "m.gguf", quant="Q8_0"))
+    same = [LLM(folder, **OPTIONS), LLM(folder, quant="int4", **OPTIONS), LLM(file, **OPTIONS)]
+    assert len({fingerprint(llm.model) for llm in same}) == 1
 
 
 def test_F54_damaged_heads_are_refused_by_cause(tmp_path):
