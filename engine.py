@@ -163,14 +163,18 @@ class Engine:
     def step(self) -> list[Delta]:
         """Compute one step and return what it added to whom. Whatever goes wrong ends requests, never the engine."""
         kernels.use_device(self.device)
+        deltas: list[Delta] = []
         try:
-            return self.run(*self.plan()) if self.overlap is None else self.overlap.step()
+            if self.overlap is None:
+                deltas += self.run(*self.plan())
+            else:
+                self.overlap.step(deltas)
         except Exception as error:  # not in the model's part of the step, so nobody's place in the plan can be trusted
             if self.overlap is not None:
                 self.overlap.land()
-            deltas = self.fail(self.requests.values(), error)
+            deltas += self.fail(self.requests.values(), error)
             self.scheduler.drop_cache()
-            return deltas
+        return deltas
 
     def plan(self) -> tuple[Step, list[Choice]]:
         """Choose the next step; also the choices that carry guesses or forced tokens behind their last one."""

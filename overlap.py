@@ -60,14 +60,15 @@ class Overlap:
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="model")
         self.flight: Flight | None = None
 
-    def step(self) -> list[Delta]:
-        """As Engine.step. On return another step may be on its way already."""
+    def step(self, deltas: list[Delta]) -> None:
+        """As Engine.step; what was added to whom is in `deltas` even if this raises. Another step may be on its way."""
         engine = self.engine
         if self.flight is None:
             step, drafted = engine.plan()
             choices = self._plain_decodes(step)
             if choices is None or drafted:
-                return engine.run(step, drafted)
+                deltas += engine.run(step, drafted)
+                return
             self._launch(step, choices, engine.lay_out(step, engine.wanted_rows(step)))
         flight = self.flight
         blanks, step, rows, batch = self._plan_next(flight)
@@ -76,7 +77,8 @@ class Overlap:
             ready = [(choice, row) for row, choice in enumerate(flight.choices)]
             results = engine.pick(ready, flight.logits.result())
         except Exception as error:
-            return self._failed(flight, step, error)
+            deltas += self._failed(flight, step, error)
+            return
         for choice, result in zip(flight.choices, results, strict=True):
             if choice in blanks and isinstance(result, Sampled):
                 choice.seq.tokens[-1] = result.token
@@ -85,12 +87,10 @@ class Overlap:
         choices = self._plain_decodes(step) if step is not None else None
         if choices is not None:
             self._launch(step, choices, batch)
-        deltas: list[Delta] = []
         for choice, result in zip(flight.choices, results, strict=True):
             engine.accept(choice, result, deltas, appended=choice in blanks)
         if step is not None and choices is None:  # somebody was preempted and computes more than one token again
             deltas += engine.run(step, [], rows, batch)
-        return deltas
 
     def land(self) -> None:
         """Wait for a step that is on its way, and forget it: its memory is about to change hands."""

@@ -497,6 +497,20 @@ def test_F31_a_prompt_that_cannot_be_scored_ends_its_own_request(monkeypatch):
 
 
 @pytest.mark.parametrize("overlap", (False, True))
+def test_F31_an_end_is_told_though_the_step_fails_behind_it(monkeypatch, overlap):
+    engine = make_engine(overlap=overlap)
+    short = engine.add(prompts_of(5)[0], dataclasses.replace(GREEDY, max_tokens=4))
+    other = engine.add(prompts_of(6)[0], GREEDY)
+    finish = engine.scheduler.finish
+    monkeypatch.setattr(engine.scheduler, "finish", lambda seq: finish(seq) or seq.request.request is other or 1 / 0)
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step()
+    assert [(d.request, d.finish_reason) for d in deltas if d.finish_reason] == [(short, "length"), (other, "error")]
+    assert short.finished and not engine.requests
+
+
+@pytest.mark.parametrize("overlap", (False, True))
 def test_whichever_thread_runs_the_model_has_chosen_its_gpu(monkeypatch, overlap):
     engine = make_engine(overlap=overlap)
     engine.device, run_model, chosen, ran = torch.device("cuda:1"), engine.run_model, {}, set()
