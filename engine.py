@@ -110,7 +110,9 @@ class Engine:
             raise ValueError(f"namespace={namespace!r}: must be hashable, such as a text") from None
         params.check_vocab(vocab)
         room = max(context - len(prompt_ids), 1)  # a prompt that is too long is the scheduler's to refuse
-        limit = room if params.max_tokens is None else min(params.max_tokens, room)
+        held = self.scheduler.pool.total * self.scheduler.block_size  # tokens; the last one of an answer needs no place
+        fits = min(room, max(held + 1 - len(prompt_ids), 1))
+        limit = fits if params.max_tokens is None else min(params.max_tokens, room)
         self._check_beams(params, len(prompt_ids) + limit)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
         request = Request(next(self.ids), list(prompt_ids), params, limit, stop_ids, self.tokenizer, prompt)

@@ -68,7 +68,8 @@ _SWITCHES = ("ignore_eos", "include_stop_str_in_output")
 class SamplingParams:
     """What one request asks for, checked and normalised at construction; ParameterError (a ValueError) names the field.
 
-    max_tokens is 16 as in vLLM; None runs up to the context, 0 generates nothing (the prompt is only scored).
+    max_tokens is 16 as in vLLM; None runs up to the context, or as far as the KV memory reaches if that is less; 0
+    generates nothing (the prompt is only scored).
     min_tokens bans every EOS and stop id until so many tokens are out; under ignore_eos EOS is not banned, but a token
     like any other.
     `stop` and `stop_token_ids` become tuples, `logit_bias` a dict with int keys (OpenAI's JSON can only send strings).

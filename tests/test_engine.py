@@ -704,6 +704,21 @@ def test_F23_scoring_a_prompt_without_an_answer():
     assert output.outputs[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("width", [{}, {"n": 2, "temperature": 1, "seed": 1}])
+@pytest.mark.parametrize("length", [1, 4, 15, 16])
+def test_F26_no_limit_of_its_own_reaches_as_far_as_the_memory(length, width):
+    engine = make_engine(block_size=4, num_blocks=4)  # 16 tokens, and a context of 64
+    params = dataclasses.replace(GREEDY, max_tokens=None, **width)
+    request = engine.add(list(range(5, 5 + length)), params)
+    while engine.has_work:
+        engine.step()
+    assert {(len(c.token_ids), c.finish_reason) for c in request.choices} == {(17 - length, "length")}
+    assert_all_free(engine)
+    for prompt, limit in ([5] * length, 18 - length), ([5] * 17, None):
+        with pytest.raises(ValueError, match="the whole pool holds 16"):
+            engine.add(prompt, dataclasses.replace(params, max_tokens=limit))
+
+
 def test_F25_F26_prompt_length_limits():
     engine = make_engine()
     with pytest.raises(ValueError, match="empty"):
