@@ -383,9 +383,7 @@ def choose_device(name: str) -> torch.device:
 def set_backend(name: str, device: torch.device, threads: int | None) -> str:
     """Choose the kernels and their threads (None: one for each processor); returns the backend now in use."""
     choose("kernels", name, ["native", "reference"])
-    if threads is not None and threads < 1:
-        raise ValueError(f"threads={threads}: at least 1")
-    kernels.set_threads(threads or os.cpu_count() or 1)
+    kernels.set_threads((os.cpu_count() or 1) if threads is None else threads)
     return kernels.set_backend("triton" if name == "native" and device.type == "cuda" else name)
 
 

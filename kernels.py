@@ -354,9 +354,9 @@ def use_device(device: torch.device) -> None:
 
 
 def set_threads(n: int) -> None:
-    """Threads of the native backend, the caller's included."""
-    if n < 1:
-        raise ValueError(f"threads must be at least 1, got {n}")
+    """Threads of the native backend, the caller's included. What no machine has would end the process, not raise."""
+    if not 1 <= n <= 1024:
+        raise ValueError(f"threads={n}: must be from 1 to 1024")
     kernels_build.set_threads(n)
 
 

@@ -102,6 +102,12 @@ def test_F32_options_that_cannot_be_ordered_or_looked_up_harm_nobody(folder, opt
     assert [other.choices[0].finish_reason for other in others] == ["length", "length"]
 
 
+@pytest.mark.parametrize("threads", [0, -1, 1025, 10**9])
+def test_threads_that_cannot_be_started_are_refused_before_a_model_is_loaded(threads):
+    with pytest.raises(ValueError, match=f"threads={threads}: must be from 1 to 1024"):
+        LLM("no/such/model", threads=threads)
+
+
 @pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens"])
 def test_bad_limits_are_named_before_a_model_is_loaded(name):
     for value in (0, -5):
