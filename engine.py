@@ -464,4 +464,5 @@ def _room(choice: Choice) -> int:
 def note(line: str) -> None:
     """Say something on stderr, if anyone still listens there."""
     with contextlib.suppress(OSError, ValueError):
-        print(line, file=sys.stderr)
+        if sys.stderr is not None:  # print would take None for stdout
+            print(line, file=sys.stderr)

@@ -313,7 +313,9 @@ class LLM:
             self.compiler = LayerCompiler(quiet=self.quiet)
             self.compiler.install(self.model)
         for prompt in ([0], [0, 0, 0]):
-            self._answer([prompt], [SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)])
+            (output,) = self._answer([prompt], [SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)])
+            if output.outputs[0].error:
+                raise ValueError(f"the model cannot compute its first step: {output.outputs[0].error}")
         self.scheduler.drop_cache()
 
     def _graphs(self, model: Transformer, kv: KVCache, quant: str | None, max_num_seqs: int) -> DecodeGraphs | None:

@@ -78,7 +78,7 @@ def build(extra_flags: tuple[str, ...] = ()) -> Path:
 def _compile(command: list[str], target: Path) -> Path:
     result = subprocess.run([*command, "-o", str(target)], capture_output=True, text=True)
     if result.returncode:
-        raise BuildError(f"{command[0]} failed on kernels.cpp:\n{result.stderr[-2000:]}")
+        raise BuildError(f"{shlex.join(command)} failed:\n{result.stderr[-2000:]}")
     return target
 
 

@@ -113,3 +113,9 @@ def test_bad_limits_are_named_before_a_model_is_loaded(name):
     for value in (0, -5):
         with pytest.raises(ValueError, match=f"{name}={value}: must be at least 1"):
             LLM("no/such/model", **{name: value})
+
+
+def test_a_model_whose_first_step_fails_is_not_taken_for_ready(folder, monkeypatch):
+    monkeypatch.setattr("generate.LLM._graphs", lambda self, *args: lambda batch: 1 / 0)
+    with pytest.raises(ValueError, match="ZeroDivisionError"):
+        LLM(folder, kernels="reference", num_blocks=40, compile=True)
