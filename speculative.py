@@ -50,6 +50,7 @@ from sampling import Sampled, draw, probabilities, process_logits, score
 
 VERDICT, RESIDUAL, GUESS = 1, 2, 3  # streams of sampling.uniform; 0 draws tokens
 FADE, OVERALL_FADE = 0.9, 0.98  # how fast what was seen fades, of one answer and of all, per verified guess
+ROW_MARGIN = 1.5  # what a guess costs, against its row of the step: it is also laid out, drawn from and taken back
 PROBE_AFTER = 8, 128  # steps without a guess before one is tried again: at first, at most
 
 
@@ -237,7 +238,7 @@ class Speculator:
         guess_s = self.draft(rows) / rows if self.draft else 0.0
         limits = [0] * len(records)
         for chance, i in chances:
-            more = self.step(rows + 1) - self.step(rows) + guess_s
+            more = ROW_MARGIN * (self.step(rows + 1) - self.step(rows)) + guess_s
             if chance * seconds <= more * tokens:
                 break
             limits[i] += 1
@@ -264,7 +265,8 @@ class Speculator:
         """The acceptance rate above which a single guess pays for one sequence alone."""
         if self.step is None:
             return None
-        return (self.step(2) - self.step(1) + (self.draft(1) if self.draft else 0.0)) / self.step(1)
+        more = ROW_MARGIN * (self.step(2) - self.step(1)) + (self.draft(1) if self.draft else 0.0)
+        return more / self.step(1)
 
     def stats(self) -> dict[str, float | None]:
         """drafted and accepted guesses, tokens an answer gains per step, and the break-even acceptance rate."""

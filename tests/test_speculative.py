@@ -350,7 +350,7 @@ def test_guesses_stop_where_rows_are_not_free():
         assert observe(dear, choices, 9) == [0] * 3
     crowded = Speculator(NgramProposer(), 6, lambda rows: 10.0 + max(0, rows - 4) * 5)
     assert sum(observe(crowded, choices, 9)) == 1  # the fourth row is free, the fifth is not worth it
-    assert Speculator(NgramProposer(), 6, lambda rows: 10.0 + rows, lambda rows: 2.0).break_even() == 3 / 11
+    assert Speculator(NgramProposer(), 6, lambda rows: 10.0 + rows, lambda rows: 2.0).break_even() == 3.5 / 11
 
 
 def test_draft_costs_count():
@@ -361,7 +361,7 @@ def test_draft_costs_count():
 
 def test_an_answers_own_record_counts_as_much_as_the_proposer_is_to_be_trusted():
     """One wrong guess ends those of an answer whose proposer knows little of it, and not of one that knows it all."""
-    hasty, calm = (Speculator(NgramProposer(), 1, lambda rows: 10 + 9 * rows, trust=trust) for trust in (2.0, 40.0))
+    hasty, calm = (Speculator(NgramProposer(), 1, lambda rows: 10 + 6 * rows, trust=trust) for trust in (2.0, 40.0))
     a, b = always_matching(), always_matching()
     for speculator, choice in ((hasty, a), (calm, b)):
         speculator.overall[3] = Record(70.0, 30.0)  # right seven times in ten
