@@ -90,7 +90,7 @@ def speculation(lab: Lab) -> Found:
         speculator = None
         if name is not None:  # a fresh one, which has learnt nothing yet
             known = speculators[name]
-            speculator = Speculator(known.proposer, known.most, known.step, known.draft)
+            speculator = Speculator(known.proposer, known.most, known.step, known.draft, known.trust)
         llm.engine.speculator = speculator
         scheduler = lab.scheduler(llm=llm, lookahead=speculator.most if speculator else 0)
         place = next(runs)  # a draft's prefix cache must not know the prompts from the round before

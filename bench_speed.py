@@ -37,6 +37,7 @@ from bench_lab import Claim, Found, Lab, Run, decode, megabytes, middle, prefill
 from checkpoint import open_checkpoint
 from generate import LLM
 from overlap import Overlap
+from request import Delta
 from roofline import decode_floor, matrix_rate, prefill_floor
 
 BITS = {  # the sides of `quantisation`
@@ -259,9 +260,9 @@ class Ahead(Overlap):
 
     ahead = 0
 
-    def step(self) -> list:
+    def step(self, deltas: list[Delta]) -> None:
         self.ahead += self.flight is not None
-        return super().step()
+        super().step(deltas)
 
 
 def overlap(lab: Lab) -> Found:
