@@ -330,8 +330,8 @@ CLAIMS = {
         "gpt-fast (2023)",
         "Llama-2-7B from bfloat16, one A100",
         "the first figure there is of 16-bit weights, here of 32-bit ones; the head stays at 8 bits, which weighs more "
-        "in a small model; torch's product of one dense row does not reach the memory's bandwidth and the kernels nearly "
-        "do, so the ratio can exceed that of the bytes.",
+        "in a small model; torch's product of one dense row does not reach the memory's bandwidth and the kernels "
+        "nearly do, so the ratio can exceed that of the bytes.",
         60,
         ROUNDING,
     ),
