@@ -171,11 +171,15 @@ def write_shard(llm: LLM, path: Path, asked: list[str], tokens: int, seed: int) 
     while llm.engine.has_work:
         llm.engine.step()
     llm.engine.speculator = None
+    failed = next((choice.error for choice in answers if choice.error), None)
+    if failed:
+        raise ValueError(f"the model could not answer a request of the training text: {failed}")
+    answers = [choice for choice in answers if choice in recorder.states]  # others ended at their first token
     states = [torch.stack(recorder.states[choice]) for choice in answers]  # the last token's has been overwritten
     drawn = [token for c, s in zip(answers, states, strict=True) for token in c.token_ids[: len(s)]]
     shard = {
         "tokens": torch.tensor(drawn, dtype=torch.int32),
-        "states": torch.cat(states),
+        "states": torch.cat(states) if states else torch.empty(0, llm.config.hidden_size, dtype=torch.float16),
         "lengths": torch.tensor([len(s) for s in states], dtype=torch.int32),
     }
     partial = path.with_suffix(".partial")

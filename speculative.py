@@ -23,7 +23,7 @@ How many? With acceptance rate a per guess, k guesses give 1 + a + ... + a^k tok
 `Speculator` measures step() once, keeps a for every answer and strength of evidence, and adds guesses in order of their
 chance to count, over the whole batch, for as long as one more raises tokens per second. A busy batch has no idle
 arithmetic left to guess with, and text without repetition none to gain: there it adds none, and tries again from time
-to time.
+to time. It also keeps a balance of tokens won and spent, and does not even ask for guesses while they only cost.
 
 This file has the rules and the cheapest proposer: what followed the last occurrence of the latest few tokens (prompt
 lookup). draft_head.py has one that was trained for its target, draft_model.py those that are models.
@@ -51,6 +51,7 @@ from sampling import Sampled, draw, probabilities, process_logits, score
 VERDICT, RESIDUAL, GUESS = 1, 2, 3  # streams of sampling.uniform; 0 draws tokens
 FADE, OVERALL_FADE = 0.9, 0.98  # how fast what was seen fades, of one answer and of all, per verified guess
 ROW_MARGIN = 1.5  # what a guess costs, against its row of the step: it is also laid out, drawn from and taken back
+DEBT = 8.0  # tokens that guesses may have cost on balance before the proposer is given a rest
 PROBE_AFTER = 8, 128  # steps without a guess before one is tried again: at first, at most
 
 
@@ -207,16 +208,40 @@ class Speculator:
         self.records: WeakKeyDictionary[Choice, dict[int, Record]] = WeakKeyDictionary()
         self.asked: dict[Choice, int] = {}  # whose guesses are being verified, and their strength
         self.drafted = self.accepted = self.decodes = 0
+        self.balance, self.resting, self.patience = 0.0, 0, PROBE_AFTER[0]  # tokens gained lately; steps not to ask in
 
     def propose(self, choices: list[Choice], rooms: list[int]) -> list[list[int]]:
         """Guesses for the answers that decode now; rooms: how many each may take."""
         self.decodes += len(choices)
+        if self.resting:
+            self.resting -= 1
+            for record in (record for choice in choices for record in self.records.get(choice, {}).values()):
+                record.idle += 1
+            return [[] for _ in choices]
         strengths = self.proposer.strength(choices)
         longest = [min(room, self.most) if strength else 0 for room, strength in zip(rooms, strengths, strict=True)]
         records = [self._record(choice, strength) for choice, strength in zip(choices, strengths, strict=True)]
         limits = longest if self.step is None else self.plan(records, longest)
         self.asked = dict(zip(choices, strengths, strict=True))
-        return self.proposer.propose(choices, limits) if any(limits) else [[] for _ in choices]
+        guesses = self.proposer.propose(choices, limits) if any(limits) else [[] for _ in choices]
+        if self.step is not None:
+            self._pay([len(guess) for guess in guesses])
+        return guesses
+
+    def _pay(self, lengths: list[int]) -> None:
+        """Take what was spent on guesses of these lengths off the balance, as tokens that plain steps would have made.
+
+        Even finding out that nothing is worth guessing takes time. When the debt is too high the proposer is not asked
+        for a while, and for twice as long if nothing has come of it since the last time.
+        """
+        rows = len(lengths)
+        seconds = self.step(rows + sum(lengths)) - self.step(rows)
+        if self.draft is not None:
+            seconds += max(1, *lengths) * self.draft(rows)
+        self.balance -= ROW_MARGIN * seconds * rows / self.step(rows)
+        if self.balance < -DEBT:
+            self.resting, self.balance = self.patience, 0.0
+            self.patience = min(2 * self.patience, PROBE_AFTER[1])
 
     def _record(self, choice: Choice, strength: int) -> Record:
         overall = self.overall.setdefault(strength, Record(2.0 * strength, 2.0))
@@ -257,6 +282,9 @@ class Speculator:
         wrong = int(right < guessed and choice.finish_reason is None)  # what comes after a wrong one was not tested
         self.drafted += guessed
         self.accepted += right
+        self.balance = min(self.balance + right, DEBT)
+        if self.balance > 0:
+            self.patience = PROBE_AFTER[0]
         strength = self.asked[choice]
         self.records[choice][strength].add(right, wrong, FADE)
         self.overall[strength].add(right, wrong, OVERALL_FADE)

@@ -53,7 +53,7 @@ from speculative import NgramProposer, Speculator
 
 TOP = 32  # tokens of the target's opinion that are kept
 HELD_BACK = 17  # every so many-th text is not trained on
-SAVE_EVERY = 100  # steps
+SAVE_EVERY = 50  # steps
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def accuracy(w: dict[str, Tensor], ex: Examples, unroll: int, most: int = 2048) 
     for part in rows.split(512):
         for j, (at, chances) in enumerate(unrolled(w, ex, part, unroll, shrink=1)):
             hits[j].append(ex.kept[chances.argmax(1)] == ex.tokens[at + 1])
-    return [float(torch.cat(hit).float().mean()) for hit in hits if len(rows)]
+    return [float(torch.cat(hit).float().mean()) for hit in hits if hit]
 
 
 def rate_at(step: int, settings: Settings) -> float:
@@ -200,24 +200,20 @@ def fit(ex: Examples, settings: Settings, folder: Path, report=lambda step, loss
     path = folder / "training.safetensors"
     step = restore(path, w, optimizer)
     rows = ex.positions(held_back=False)
-    try:
-        while step < settings.steps:
-            draw = torch.Generator().manual_seed((settings.seed << 32) + step)
-            batch = rows[torch.randint(len(rows), (settings.batch,), generator=draw)]
-            optimizer.param_groups[0]["lr"] = rate_at(step, settings)
-            loss = loss_of(w, ex, batch, settings.unroll, drop=dropout(settings.dropout, draw))
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(w.values(), 1.0)
-            optimizer.step()
-            step += 1
-            if step % SAVE_EVERY == 0 or step == settings.steps:
-                keep(path, w, optimizer, step)
-            look = step % SAVE_EVERY == 0 or step == settings.steps
-            report(step, loss.item(), accuracy(w, ex, settings.unroll) if look else None)
-    except KeyboardInterrupt:
-        keep(path, w, optimizer, step)
-        raise
+    while step < settings.steps:
+        draw = torch.Generator().manual_seed((settings.seed << 32) + step)
+        batch = rows[torch.randint(len(rows), (settings.batch,), generator=draw)]
+        optimizer.param_groups[0]["lr"] = rate_at(step, settings)
+        loss = loss_of(w, ex, batch, settings.unroll, drop=dropout(settings.dropout, draw))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(w.values(), 1.0)
+        optimizer.step()
+        step += 1
+        look = step % SAVE_EVERY == 0 or step == settings.steps
+        if look:  # and only here: an interruption may come in the middle of a step
+            keep(path, w, optimizer, step)
+        report(step, loss.item(), accuracy(w, ex, settings.unroll) if look else None)
     return {name: weight.detach() for name, weight in w.items()} | {"kept": ex.kept}
 
 
@@ -318,10 +314,12 @@ def measure(llm: LLM, sides: dict[str, Speculator | None], batch: int, tokens: i
     for kind, asked in held_out().items():
         prompts = [llm.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in asked]
         runs: dict[str, list[Decoded]] = {side: [] for side in sides}
-        for _ in range(rounds):
+        for turn in range(1 + rounds):
             for side, speculator in sides.items():
                 llm.engine.speculator = speculator
-                runs[side].append(decode(llm, prompts, batch, tokens))
+                run = decode(llm, prompts, batch, tokens)
+                if turn:  # the first one records steps of sizes that have not come up yet
+                    runs[side].append(run)
         first = next(iter(runs.values()))
         for side, those in runs.items():
             accepted, drafted, decodes = (sum(counts) for counts in zip(*(run.counts for run in those), strict=True))
@@ -346,7 +344,7 @@ def decode(llm: LLM, prompts: list[list[int]], batch: int, tokens: int) -> Decod
     llm.scheduler.drop_cache()
     for start in range(0, len(prompts), batch):
         requests = [llm.add(prompt, params) for prompt in prompts[start : start + batch]]
-        while not all(request.first_token for request in requests):
+        while not all(request.first_token or request.finished for request in requests):
             llm.engine.step()
         began = clock()
         while llm.engine.has_work:
@@ -404,7 +402,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     look.add_argument("--rounds", type=int, default=3)
     for command in (learn, look):
         command.add_argument("--threads", type=int, help="as many as there are processors")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.command == "measure":
+        if args.speculate.partition(":")[0] != "head":
+            look.error(f"--speculate {args.speculate}: head or head:<file>; n-grams are measured beside it anyway")
+        if min(args.tokens, args.rounds, *args.batch) < 1:
+            look.error("--tokens, --rounds and --batch must be at least 1")
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -388,3 +388,12 @@ def test_the_command_refuses_by_name(tmp_path, capsys):
     assert "steps=0: at least 1" in capsys.readouterr().err
     assert speculative.main(["train", "--out", str(tmp_path / "h"), "--model", "nothing"]) == 2
     assert "No model 'nothing'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "given", [["--speculate", "ngram"], ["--tokens", "0"], ["--rounds", "0"], ["--batch", "0"], ["--batch", "1", "-1"]]
+)
+def test_the_measurement_refuses_by_name(given, capsys):
+    with pytest.raises(SystemExit):
+        speculative.main(["measure", *given])
+    assert given[0] in capsys.readouterr().err

@@ -359,6 +359,21 @@ def test_draft_costs_count():
     assert observe(cheap, [a], 9)[0] > 0 == observe(dear, [a], 9)[0]
 
 
+def test_a_proposer_that_only_costs_is_asked_ever_more_seldom():
+    """Its guesses are never right, and even to say that it has none it takes a step's time."""
+    speculator = Speculator(NgramProposer(), 6, lambda rows: 10.0 + rows, lambda rows: 2.0)
+    choices, asked = [always_matching() for _ in range(8)], []
+    strength = speculator.proposer.strength
+    speculator.proposer.strength = lambda choices: asked.append(turn) or strength(choices)
+    for turn in range(1000):  # noqa: B007
+        observe(speculator, choices, 0)
+    gaps = [b - a - 1 for a, b in zip(asked, asked[1:], strict=False)]
+    assert set(gaps) == {0, 8, 16, 32, 64, 128} and len(asked) < 120
+    for turn in range(1000, 1400):
+        observe(speculator, choices, 9)
+    assert speculator.patience == 8 and asked[-1] > 1390, "a proposer that is right again is asked again"
+
+
 def test_an_answers_own_record_counts_as_much_as_the_proposer_is_to_be_trusted():
     """One wrong guess ends those of an answer whose proposer knows little of it, and not of one that knows it all."""
     hasty, calm = (Speculator(NgramProposer(), 1, lambda rows: 10 + 6 * rows, trust=trust) for trust in (2.0, 40.0))
