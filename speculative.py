@@ -148,18 +148,26 @@ class StepCost:
 
     @classmethod
     def measure(cls, run: Callable[[int], object], most: int, budget_s: float = 0.5) -> StepCost:
-        """run(rows) computes a step; sizes are doubled until `most` or until the budget is spent."""
-        seconds: dict[int, float] = {}
-        rows, start = 1, time.perf_counter()
-        while rows <= 2 or (rows <= most and time.perf_counter() - start < budget_s):
-            run(rows)  # may have to record or compile something
+        """run(rows) computes a step; sizes are doubled until `most` or until the budget is spent.
+
+        Then all are timed once more, since a moment in which the machine is busy elsewhere seldom lasts so long.
+        """
+
+        def best(rows: int) -> float:
             times: list[float] = []
             while len(times) < 3 or (len(times) < 20 and sum(times) < 0.03):
                 before = time.perf_counter()
                 run(rows)
                 times.append(time.perf_counter() - before)
-            seconds[rows] = min(times)
+            return min(times)
+
+        seconds: dict[int, float] = {}
+        rows, start = 1, time.perf_counter()
+        while rows <= 2 or (rows <= most and time.perf_counter() - start < budget_s):
+            run(rows)  # may have to record or compile something
+            seconds[rows] = best(rows)
             rows *= 2
+        seconds = {rows: min(found, best(rows)) for rows, found in seconds.items()}
         for rows in reversed(list(seconds)):  # more rows never cost less, and a clock only ever adds
             seconds[rows] = min(seconds[rows], seconds.get(2 * rows, seconds[rows]))
         return cls(seconds)
@@ -218,6 +226,7 @@ class Speculator:
             for record in (record for choice in choices for record in self.records.get(choice, {}).values()):
                 record.idle += 1
             return [[] for _ in choices]
+        began = time.perf_counter()
         strengths = self.proposer.strength(choices)
         longest = [min(room, self.most) if strength else 0 for room, strength in zip(rooms, strengths, strict=True)]
         records = [self._record(choice, strength) for choice, strength in zip(choices, strengths, strict=True)]
@@ -225,20 +234,21 @@ class Speculator:
         self.asked = dict(zip(choices, strengths, strict=True))
         guesses = self.proposer.propose(choices, limits) if any(limits) else [[] for _ in choices]
         if self.step is not None:
-            self._pay([len(guess) for guess in guesses])
+            self._pay([len(guess) for guess in guesses], time.perf_counter() - began)
         return guesses
 
-    def _pay(self, lengths: list[int]) -> None:
-        """Take what was spent on guesses of these lengths off the balance, as tokens that plain steps would have made.
+    def _pay(self, lengths: list[int], spent: float) -> None:
+        """Take what guesses of these lengths cost off the balance, as tokens that plain steps would have made.
 
-        Even finding out that nothing is worth guessing takes time. When the debt is too high the proposer is not asked
-        for a while, and for twice as long if nothing has come of it since the last time.
+        Even finding out that nothing is worth guessing takes time (`spent`, seconds; never less than was measured for
+        it). When the debt is too high the proposer is not asked for a while, and for twice as long if nothing has come
+        of it since the last time.
         """
         rows = len(lengths)
-        seconds = self.step(rows + sum(lengths)) - self.step(rows)
         if self.draft is not None:
-            seconds += max(1, *lengths) * self.draft(rows)
-        self.balance -= ROW_MARGIN * seconds * rows / self.step(rows)
+            spent = max(spent, max(1, *lengths) * self.draft(rows))
+        seconds = spent + ROW_MARGIN * (self.step(rows + sum(lengths)) - self.step(rows))
+        self.balance -= seconds * rows / self.step(rows)
         if self.balance < -DEBT:
             self.resting, self.balance = self.patience, 0.0
             self.patience = min(2 * self.patience, PROBE_AFTER[1])

@@ -369,7 +369,7 @@ def test_a_proposer_that_only_costs_is_asked_ever_more_seldom():
         observe(speculator, choices, 0)
     gaps = [b - a - 1 for a, b in zip(asked, asked[1:], strict=False)]
     assert set(gaps) == {0, 8, 16, 32, 64, 128} and len(asked) < 120
-    for turn in range(1000, 1400):
+    for turn in range(1000, 1400):  # noqa: B007
         observe(speculator, choices, 9)
     assert speculator.patience == 8 and asked[-1] > 1390, "a proposer that is right again is asked again"
 
@@ -394,6 +394,11 @@ def test_step_costs_are_interpolated_and_never_fall(monkeypatch):
         patch.setattr("time.perf_counter", lambda: clock[0])
         cost = StepCost.measure(lambda rows: clock.__setitem__(0, clock[0] + next(late)), 8, budget_s=1e9)
     assert cost.seconds == [1.0] * 4
+    late = iter([*[1.0] * 4, *[9.0] * 4, *[1.0] * 99])  # or the second one, to which no larger size gives the lie
+    with monkeypatch.context() as patch:
+        patch.setattr("time.perf_counter", lambda: clock[0])
+        cost = StepCost.measure(lambda rows: clock.__setitem__(0, clock[0] + next(late)), 2, budget_s=1e9)
+    assert cost.seconds == [1.0] * 2
     cost = StepCost({1: 1.0, 2: 2.0, 4: 3.0})
     assert [cost(rows) for rows in (1, 2, 3, 4, 8)] == [1, 2, 2.5, 3, 5]
 
