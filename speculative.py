@@ -226,7 +226,6 @@ class Speculator:
             for record in (record for choice in choices for record in self.records.get(choice, {}).values()):
                 record.idle += 1
             return [[] for _ in choices]
-        began = time.perf_counter()
         strengths = self.proposer.strength(choices)
         longest = [min(room, self.most) if strength else 0 for room, strength in zip(rooms, strengths, strict=True)]
         records = [self._record(choice, strength) for choice, strength in zip(choices, strengths, strict=True)]
@@ -234,20 +233,19 @@ class Speculator:
         self.asked = dict(zip(choices, strengths, strict=True))
         guesses = self.proposer.propose(choices, limits) if any(limits) else [[] for _ in choices]
         if self.step is not None:
-            self._pay([len(guess) for guess in guesses], time.perf_counter() - began)
+            self._pay([len(guess) for guess in guesses])
         return guesses
 
-    def _pay(self, lengths: list[int], spent: float) -> None:
+    def _pay(self, lengths: list[int]) -> None:
         """Take what guesses of these lengths cost off the balance, as tokens that plain steps would have made.
 
-        Even finding out that nothing is worth guessing takes time (`spent`, seconds; never less than was measured for
-        it). When the debt is too high the proposer is not asked for a while, and for twice as long if nothing has come
-        of it since the last time.
+        Even finding out that nothing is worth guessing costs a round. When the debt is too high the proposer is not
+        asked for a while, and for twice as long if nothing has come of it since the last time.
         """
         rows = len(lengths)
+        seconds = ROW_MARGIN * (self.step(rows + sum(lengths)) - self.step(rows))
         if self.draft is not None:
-            spent = max(spent, max(1, *lengths) * self.draft(rows))
-        seconds = spent + ROW_MARGIN * (self.step(rows + sum(lengths)) - self.step(rows))
+            seconds += ROW_MARGIN * max(1, *lengths) * self.draft(rows)
         self.balance -= seconds * rows / self.step(rows)
         if self.balance < -DEBT:
             self.resting, self.balance = self.patience, 0.0
