@@ -231,10 +231,10 @@ class HeadProposer:
         return state, [(self.ids[i], 1 / total) for i, total in zip(best, totals, strict=True)]
 
     @torch.inference_mode()
-    def measure(self, most: int) -> StepCost:
-        """Seconds of a round of 1 to `most` answers."""
+    def measure(self, most: int, before: Callable[[], object] | None = None) -> StepCost:
+        """Seconds of a round of 1 to `most` answers, each timed right after `before`: a step of the target, say."""
         states = torch.zeros(most, self.target.config.hidden_size, dtype=self.head.dtype, device=self.head.kept.device)
-        return StepCost.measure(lambda rows: self.round(states, list(range(rows)), [0] * rows), most)
+        return StepCost.measure(lambda rows: self.round(states, list(range(rows)), [0] * rows), most, before=before)
 
     def record(self, rows: int) -> tuple[Tensor, Tensor, Tensor, Callable]:
         device = self.head.kept.device

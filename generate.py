@@ -347,7 +347,8 @@ class LLM:
             trust = HeadProposer.TRUST
             if self.graphs is not None and self.device.type == "cpu":
                 proposer.capture = self.graphs.capture
-            draft = proposer.measure(max_num_seqs)
+            one = padding_batch(1, self.device)
+            draft = proposer.measure(max_num_seqs, before=lambda: self.engine.run_model(one))
         if isinstance(proposer, DraftModel):
             graphs = self._graphs(proposer.model, proposer.kv, quant, max_num_seqs) if capture else None
             proposer.run_model = graphs or proposer.run_model

@@ -147,18 +147,27 @@ class StepCost:
         return y0 + (y1 - y0) * (rows - x0) / (x1 - x0)
 
     @classmethod
-    def measure(cls, run: Callable[[int], object], most: int, budget_s: float = 0.5) -> StepCost:
+    def measure(
+        cls,
+        run: Callable[[int], object],
+        most: int,
+        budget_s: float = 0.5,
+        before: Callable[[], object] | None = None,
+    ) -> StepCost:
         """run(rows) computes a step; sizes are doubled until `most` or until the budget is spent.
 
         Then all are timed once more, since a moment in which the machine is busy elsewhere seldom lasts so long.
+        `before` is called, untimed, before each: what runs between two calls in earnest, and empties the caches.
         """
 
         def best(rows: int) -> float:
             times: list[float] = []
             while len(times) < 3 or (len(times) < 20 and sum(times) < 0.03):
-                before = time.perf_counter()
+                if before is not None:
+                    before()
+                began = time.perf_counter()
                 run(rows)
-                times.append(time.perf_counter() - before)
+                times.append(time.perf_counter() - began)
             return min(times)
 
         seconds: dict[int, float] = {}

@@ -399,6 +399,12 @@ def test_step_costs_are_interpolated_and_never_fall(monkeypatch):
         patch.setattr("time.perf_counter", lambda: clock[0])
         cost = StepCost.measure(lambda rows: clock.__setitem__(0, clock[0] + next(late)), 2, budget_s=1e9)
     assert cost.seconds == [1.0] * 2
+    calls = []
+    StepCost.measure(lambda rows: calls.append("run"), 2, before=lambda: calls.append("before"))
+    timed = "".join(
+        call[0] for call in calls
+    )  # but for the first call of each size, which may have to record something
+    assert "br" * 3 in timed and timed.count("r") == timed.count("b") + 2
     cost = StepCost({1: 1.0, 2: 2.0, 4: 3.0})
     assert [cost(rows) for rows in (1, 2, 3, 4, 8)] == [1, 2, 2.5, 3, 5]
 
