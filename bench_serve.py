@@ -44,6 +44,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -219,6 +220,9 @@ def table(figures: dict) -> str:
         row = [figures[name][f"p{q}"] for q in QUANTILES]
         cells = " ".join(f"{value * 1e3:9.1f}" if value is not None else f"{'-':>9}" for value in row)
         lines.append(f"{name.removesuffix('_s'):12} {cells}")
+    before, after = figures["server_bytes"]
+    if before and after:
+        lines.append(f"memory of the server {before / 1e6:.0f} MB before, {after / 1e6:.0f} MB after")
     return "\n".join([*lines, *figures["errors"]])
 
 
@@ -304,8 +308,22 @@ def measure(args: argparse.Namespace, url: str, rate: float | None = None, first
         answers = await crowd(args, lambda number: session(number, args, url), rate, first)
         return answers, time.perf_counter() - start
 
+    before = resident_bytes(url, args.api_key)
     answers, seconds = asyncio.run(load())
-    return summary(answers, seconds, args.ttft_bound, args.tpot_bound), answers
+    held = {"server_bytes": [before, resident_bytes(url, args.api_key)]}
+    return summary(answers, seconds, args.ttft_bound, args.tpot_bound) | held, answers
+
+
+def resident_bytes(url: str, key: str | None) -> int | None:
+    """What the server's /metrics says of its memory; None if it has none, or says nothing of it."""
+    request = urllib.request.Request(f"{url}/metrics", headers={"Authorization": f"Bearer {key}"} if key else {})
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as the load itself goes
+    try:
+        with direct.open(request, timeout=10) as answer:
+            found = re.search(r"^process_resident_memory_bytes (\S+)$", answer.read().decode(), re.MULTILINE)
+    except (OSError, ValueError):
+        return None
+    return int(float(found[1])) if found else None
 
 
 def sweep(args: argparse.Namespace, url: str) -> dict:

@@ -21,7 +21,9 @@ that writes it, and exemplars.
 from __future__ import annotations
 
 import bisect
+import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from request import Delta, Request
 
@@ -115,6 +117,14 @@ class Metrics:
         self.histograms[name][0].observe(value)
 
 
+def resident_bytes() -> int | None:
+    """Bytes of this process that lie in memory; None where there is no /proc to ask."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return None
+
+
 def exposition(models: Mapping[str, tuple[Metrics, Mapping[str, float]]]) -> str:
     """The page at /metrics: for each model its counts and what its scheduler reports."""
     families: dict[str, tuple[str, str, list[str]]] = {}
@@ -136,6 +146,10 @@ def exposition(models: Mapping[str, tuple[Metrics, Mapping[str, float]]]) -> str
         add("requests_total", "counter", "Requests that have ended, by reason.", reasons)
         for name, (histogram, meaning) in metrics.histograms.items():
             add(name, "histogram", meaning, histogram.lines(f"vitrine_{name}", labels))
+    held = resident_bytes()
+    if held is not None:
+        name = "process_resident_memory_bytes"  # the name every Prometheus client uses for it
+        families[name] = "gauge", "Memory of the process that lies in RAM.", [f"{name} {held}"]
     out = []
     for name, (kind, meaning, lines) in families.items():
         out += [f"# HELP {name} {meaning}", f"# TYPE {name} {kind}", *lines]

@@ -37,6 +37,7 @@ def test_every_workload_in_both_ways(server, capsys, arrival, workload, answers)
     assert result["tokens_s"] * result["seconds"] == pytest.approx(5 * answers)
     assert result["goodput_s"] == result["requests_s"] > 0
     assert 0 < result["ttft_s"]["p50"] <= result["ttft_s"]["p95"] <= result["ttft_s"]["p99"]
+    assert min(result["server_bytes"]) > 1e6 and "memory of the server" in bench_serve.table(result)
     found = server.in_engine(server.llm().stats)["hit_tokens"] - hits
     assert found > 5 * 40 if workload == "shared" else found > 0
 
