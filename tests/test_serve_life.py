@@ -131,7 +131,7 @@ def test_F31_a_scheduler_that_raises_once(server, monkeypatch):
         return real(self)
 
     monkeypatch.setattr(type(scheduler), "schedule", schedule)
-    assert "no plan" in server.complete(expect=503)["error"]["message"]
+    assert "no plan" in server.complete(expect=500)["error"]["message"]
     assert server.complete(max_tokens=2) and server.http.get("/health").status_code == 200
 
 
