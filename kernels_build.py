@@ -59,6 +59,7 @@ def build(extra_flags: tuple[str, ...] = ()) -> Path:
     for source in sources:
         key.update(source.read_bytes())
     library = cache_dir() / f"kernels-{key.hexdigest()[:24]}.so"
+    command = [*compiler, *flags, str(sources[0])]
     try:
         if library.exists():
             return library
@@ -68,9 +69,9 @@ def build(extra_flags: tuple[str, ...] = ()) -> Path:
         print(f"kernels: {error}: built for this run only; set VITRINE_CACHE to a folder to keep them", file=sys.stderr)
         folder = tempfile.TemporaryDirectory()
         atexit.register(folder.cleanup)
-        return _compile([*compiler, *flags, str(sources[0])], Path(folder.name) / "kernels.so")
+        return _compile(command, Path(folder.name) / "kernels.so")
     with folder:
-        built = _compile([*compiler, *flags, str(sources[0])], Path(folder.name) / "kernels.so")
+        built = _compile(command, Path(folder.name) / "kernels.so")
         os.replace(built, library)  # when it is complete: never half a library
     return library
 

@@ -7,7 +7,7 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 from test_engine import GREEDY, expected, make_engine, prompts_of, random_head, run, world
-from test_speculative import surprise
+from test_speculative import assert_drawn_from
 
 import head_texts
 import kernels
@@ -172,15 +172,7 @@ def test_F42_drawn_answers_keep_their_distribution(fields):
         before = p[order].cumsum(0) - p[order]
         p[order[before >= fields["top_p"]]] = 0
         p /= p.sum()
-    counts = [[0] * 6 for _ in range(5)]
-    for seed in range(6):
-        params = SamplingParams(n=100, seed=seed, max_tokens=5, ignore_eos=True, **fields)
-        (output,) = run(engine, [([5, 6], params)])
-        for answer in output.outputs:
-            for place, token in enumerate(answer.token_ids):
-                counts[place][token - 10] += 1
-    for count in counts:
-        assert surprise(count, p.tolist()) < 5
+    assert_drawn_from(engine, p.tolist(), **fields)
     assert 0.02 < engine.speculator.accepted / engine.speculator.drafted < 0.7
 
 

@@ -83,6 +83,19 @@ def test_rejection_accepts_as_often_as_can_be():
     assert {rejection_sample(p, q, 3, 0.0, u) for u in grid} == {0, 2}  # where p has more than q
 
 
+def assert_drawn_from(engine, p: list[float], **fields):
+    """Each of the five places of 600 answers is distributed over the tokens 10 to 15 as p says."""
+    counts = [[0] * 6 for _ in range(5)]
+    for seed in range(6):
+        params = SamplingParams(n=100, seed=seed, max_tokens=5, ignore_eos=True, **fields)
+        (output,) = run(engine, [([5, 6], params)])
+        for answer in output.outputs:
+            for place, token in enumerate(answer.token_ids):
+                counts[place][token - 10] += 1
+    for count in counts:
+        assert surprise(count, p) < 5
+
+
 def fixed_logits(engine, favourites: dict[int, float]):
     row = torch.full((320,), -50.0)
     for token, value in favourites.items():
@@ -96,15 +109,7 @@ def test_rejection_through_the_engine_leaves_the_distribution_as_it_is():
     fixed_logits(engine, favourites)
     fixed_logits(engine.speculator.proposer, {10: -0.5, 11: 1.4, 12: 0.3, 13: 0.9, 14: -1.0, 16: 0.5})
     p = torch.tensor(list(favourites.values())).softmax(0)
-    counts = [[0] * 6 for _ in range(5)]
-    for seed in range(6):
-        params = SamplingParams(n=100, seed=seed, max_tokens=5, ignore_eos=True)
-        (output,) = run(engine, [([5, 6], params)])
-        for answer in output.outputs:
-            for place, token in enumerate(answer.token_ids):
-                counts[place][token - 10] += 1
-    for count in counts:
-        assert surprise(count, p.tolist()) < 5
+    assert_drawn_from(engine, p.tolist())
     overlap = 0.2 < engine.speculator.accepted / engine.speculator.drafted < 0.7
     assert overlap, engine.speculator.stats()
 
