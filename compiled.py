@@ -36,6 +36,7 @@ import sys
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from types import FunctionType
 
 import torch
@@ -164,16 +165,17 @@ class DecodeGraphs:
 
 def one_token_each(batch: Batch) -> Batch:
     """The same rows as sequences of one token each, which share their pages."""
-    rows = len(batch.tokens)
-    owner = torch.repeat_interleave(batch.query_start.diff().long())  # [T], sequence of each row
+    rows, starts = len(batch.tokens), batch.query_start.tolist()
+    owner = [s for s, (first, end) in enumerate(pairwise(starts)) for _ in range(first, end)]  # sequence of each row
+    every = torch.arange(rows + 1, device=batch.tokens.device)
     return Batch(
         tokens=batch.tokens,
         positions=batch.positions,
         slot_mapping=batch.slot_mapping,
         block_tables=batch.block_tables[owner],
-        query_start=torch.arange(rows + 1, dtype=torch.int32, device=batch.tokens.device),
+        query_start=every.int(),
         context_lens=(batch.positions + 1).int(),
-        logit_rows=torch.arange(rows, device=batch.tokens.device),
+        logit_rows=every[:-1],
         one_each=True,
     )
 

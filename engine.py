@@ -337,10 +337,9 @@ class Engine:
             else:
                 results[i] = Sampled(choice.forced[0])
         if drawn:
-            picked = logits if rows == list(range(len(logits))) else logits[rows]
             choices = [ready[i][0] for i in drawn]
             masks = [choice.guided and choice.guided.mask() for choice in choices]
-            sampled = sample(picked, [choice.state for choice in choices], masks)
+            sampled = sample(logits, [choice.state for choice in choices], masks, rows)
             for i, choice, row, mask, result in zip(drawn, choices, rows, masks, sampled, strict=True):
                 if choice.num_draft and choice.guess_probs and isinstance(result, Sampled):
                     result = verdict(choice, logits[row].float(), choice.seq.tokens[-choice.num_draft], mask)

@@ -195,22 +195,24 @@ def process_logits(
     return processed
 
 
-def argmax(logits: torch.Tensor) -> tuple[list[float], list[int]]:
-    """Largest value of each row of [R, V] and its lowest id; a row with a NaN has NaN.
+def argmax(logits: torch.Tensor, rows: Sequence[int] | None = None) -> tuple[list[float], list[int]]:
+    """Largest value and its lowest id, of each row of [R, V] or of those asked for; a row with a NaN has NaN.
 
-    In main memory by numpy, whose argmax is vectorised and is one call: torch's is not, and after a model step every
-    further operation runs code that is no longer in a cache. Elsewhere in two stages, so that all threads of a GPU have
-    something to do: the first best block, then the first best token in it.
+    In main memory by numpy, whose argmax is vectorised and needs no copy of the rows: torch's is not, and after a model
+    step every further operation runs code that is no longer in a cache. Elsewhere in two stages, so that all threads of
+    a GPU have something to do: the first best block, then the first best token in it.
     """
+    every = range(len(logits))
+    rows = every if rows is None else rows
     if logits.device.type == "cpu":
-        rows = logits.numpy()
-        ids = rows.argmax(1).tolist()
-        return [float(row[i]) for row, i in zip(rows, ids, strict=True)], ids
-    rows, vocab = logits.shape
-    block = math.gcd(vocab, 256)
-    blocks = logits.reshape(rows, vocab // block, block)
+        table = logits.numpy()
+        ids = [int(table[r].argmax()) for r in rows]
+        return [float(table[r, i]) for r, i in zip(rows, ids, strict=True)], ids
+    chosen = logits if list(rows) == list(every) else logits[list(rows)]
+    block = math.gcd(logits.shape[1], 256)
+    blocks = chosen.unflatten(1, (-1, block))  # [R, vocab / block, block]
     best, best_block = blocks.amax(-1).max(-1)  # [R]; amax and max carry NaN along
-    inside = blocks[torch.arange(rows, device=logits.device), best_block]  # [R, block]
+    inside = blocks[torch.arange(len(blocks), device=logits.device), best_block]  # [R, block]
     return best.tolist(), (best_block * block + inside.argmax(-1)).tolist()
 
 
@@ -333,29 +335,42 @@ def score(row: torch.Tensor, token: int, k: int | None) -> Sampled:
 
 
 def sample(
-    logits: torch.Tensor, states: Sequence[SamplerState], masks: Sequence[torch.Tensor | None] | None = None
+    logits: torch.Tensor,
+    states: Sequence[SamplerState],
+    masks: Sequence[torch.Tensor | None] | None = None,
+    rows: Sequence[int] | None = None,
 ) -> list[Sampled | ValueError]:
-    """The next token of each row of raw logits [R, V]; states are not changed (commit what you keep).
+    """The next token of each state, from its row of raw logits [R, V]; states are not changed (commit what you keep).
 
-    A row nothing can be drawn from gets its NonFiniteLogits or NoTokenLeft in place of a Sampled. Greedy rows are
-    decided together (comparing rounds nothing); drawn rows one by one, so that no sum sees the batch.
+    rows: which row is whose; every row in turn if not given. A row nothing can be drawn from gets its NonFiniteLogits
+    or NoTokenLeft in place of a Sampled. Greedy rows are decided together (comparing rounds nothing); drawn rows one by
+    one, so that no sum sees the batch. Only rows that a state changes are copied: a row is 200 kB.
     """
     raw = logits.float().contiguous()
-    processed = process_logits(raw, states, masks)
-    values, tokens = argmax(processed)
-    raw_values = values if processed is raw else raw.amax(-1).tolist()
-    errors = [_row_error(*pair) for pair in zip(raw_values, values, strict=True)]
+    masks = [None] * len(states) if masks is None else masks
+    rows = range(len(raw)) if rows is None else rows
+    if not len(rows) == len(states) == len(masks):
+        raise ValueError(f"{len(rows)} rows of logits, {len(states)} states, {len(masks)} masks: one of each per row")
+    raw_values, tokens = argmax(raw, rows)
+    changed, values = {}, list(raw_values)
+    touched = [i for i, state in enumerate(states) if masks[i] is not None or state.touches()]
+    if touched:
+        processed = raw[[rows[i] for i in touched]]  # a copy
+        for i, row in zip(touched, processed, strict=True):
+            states[i].constrain(row, masks[i])
+        for i, row, value, token in zip(touched, processed, *argmax(processed), strict=True):
+            changed[i], values[i], tokens[i] = row, value, token
     results: list[Sampled | ValueError] = []
-    for r, state in enumerate(states):
-        params = state.params
-        if errors[r] is not None:
-            results.append(errors[r])
+    for i, state in enumerate(states):
+        params, token, error = state.params, tokens[i], _row_error(raw_values[i], values[i])
+        if error is not None:
+            results.append(error)
             continue
-        token = tokens[r]
         if not params.greedy:
-            ticks = _ticks(processed[r], values[r], params.temperature)
-            token = draw(_filter(processed[r], ticks, params), state.uniform())
-        results.append(score(raw[r], token, params.logprobs) if params.scored else Sampled(token))
+            row = changed[i] if i in changed else raw[rows[i]]
+            ticks = _ticks(row, values[i], params.temperature)
+            token = draw(_filter(row, ticks, params), state.uniform())
+        results.append(score(raw[rows[i]], token, params.logprobs) if params.scored else Sampled(token))
     return results
 
 

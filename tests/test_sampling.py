@@ -228,7 +228,10 @@ def test_a_row_is_bit_identical_in_any_batch(members, vocab, broken):
     alone = [sample(rows[i : i + 1], [states[i]], [masks[i]])[0] for i in members]
     batch = sample(rows[members], [states[i] for i in members], [masks[i] for i in members])
     strided = rows[members].t().contiguous().t()  # the same values, other strides
-    assert list(map(repr, batch)) == list(map(repr, alone))
+    before = repr(rows.tolist())
+    chosen = sample(rows, [states[i] for i in members], [masks[i] for i in members], members)  # of a larger table
+    assert list(map(repr, batch)) == list(map(repr, alone)) == list(map(repr, chosen))
+    assert repr(rows.tolist()) == before, "the rows of others, and those drawn from, stay as they are"
     assert list(map(repr, sample(strided, [states[i] for i in members], [masks[i] for i in members]))) == list(
         map(repr, alone)
     )
@@ -255,6 +258,8 @@ def test_argmax_is_torchs_and_takes_the_lowest_id(vocab):
     best, ids = sampling.argmax(rows)
     assert ids[:3] == rows[:3].argmax(-1).tolist() and best[:3] == rows[:3].amax(-1).tolist()
     assert ids[4] == 0 and best[4] == -1.0 and math.isnan(best[3])
+    some = [4, 0, 0, 2]
+    assert sampling.argmax(rows, some) == ([best[r] for r in some], [ids[r] for r in some])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
