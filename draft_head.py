@@ -167,6 +167,7 @@ def computed_anew(run: Callable[[], Tensor]) -> tuple[Tensor, Callable]:
 class HeadProposer:
     """Proposes what a draft head says. rows: `Engine.rows`. capture: as for DecodeGraphs, to replay a round."""
 
+    ROUNDS_TO_ASK = 1
     TRUST = 20.0  # for the Speculator: the strength says it already, whatever the answer
 
     def __init__(self, head: DraftHead, target: Transformer, rows: dict[Choice, int], capture=computed_anew):
@@ -209,6 +210,9 @@ class HeadProposer:
                     guesses[i].append(token)
                     going_on.append((i, chance * next_chance, least, row))
         return guesses
+
+    def backlog(self, choice: Choice) -> int:
+        return 0
 
     def round(self, states: Tensor, rows: list[int], tokens: list[int]) -> tuple[Tensor, list[tuple[int, float]]]:
         """One guess behind each token and the row of `states` that it was drawn from.

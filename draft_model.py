@@ -76,6 +76,8 @@ class Draft:
 class DraftModel:
     """Proposes what a model says. vocab_size is the target's; at most max_tokens are computed in one round."""
 
+    ROUNDS_TO_ASK = 0
+
     def __init__(self, model: Transformer, kv: KVCache, vocab_size: int, rejection=False, max_tokens: int = 512):
         self.model, self.kv, self.vocab_size = model, kv, vocab_size
         self.rejection, self.max_tokens = rejection, max_tokens
@@ -116,6 +118,10 @@ class DraftModel:
             for choice, draft in drafts.items():
                 choice.state.truncate(choice.state.n_output - len(draft.tokens))
         return [drafts[choice].tokens if choice in drafts else [] for choice in choices]
+
+    def backlog(self, choice: Choice) -> int:
+        computed = self.following[choice][0].num_computed if choice in self.following else 0
+        return max(0, len(choice.seq.tokens) - 1 - computed)
 
     def _leave(self) -> None:
         """Forget the answers that have ended or lost their seat; their full blocks stay in the prefix cache."""

@@ -20,10 +20,14 @@ under the rejection rule by what the coupling of two draws with one dart loses, 
 the price of answers that repeat only in distribution.
 
 How many? With acceptance rate a per guess, k guesses give 1 + a + ... + a^k tokens; k + 1 rows cost step(k + 1). The
-`Speculator` measures step() once, keeps a for every answer and strength of evidence, and adds guesses in order of their
-chance to count, over the whole batch, for as long as one more raises tokens per second. A busy batch has no idle
-arithmetic left to guess with, and text without repetition none to gain: there it adds none, and tries again from time
-to time. It also keeps a balance of tokens won and spent, and does not even ask for guesses while they only cost.
+`Speculator` is told step(), keeps a for every answer and strength of evidence, sorts the guesses of the whole batch by
+their chance to count, and takes as many of the first as promise most tokens per second. That is none where text does
+not repeat, and none in a batch so busy that even right guesses cost more than they win; there it does not even ask.
+Everything else is tried on credit: what guesses win is put on an account, what they cost is taken off it, and with
+nothing on it there are none. A hundredth of all tokens is paid in, so that what pays again is found out again:
+
+    account   4 . . 3.5 . . 2.2 . . 0.9 . . -0.4     asking and wrong guesses use it up; then a few steps without, until
+              0 . . 0.04 . . 0.08 . . ...            the hundredth has added up to a little, and it is asked once more
 
 This file has the rules and the cheapest proposer: what followed the last occurrence of the latest few tokens (prompt
 lookup). draft_head.py has one that was trained for its target, draft_model.py those that are models.
@@ -40,6 +44,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -50,9 +55,11 @@ from sampling import Sampled, draw, probabilities, process_logits, score
 
 VERDICT, RESIDUAL, GUESS = 1, 2, 3  # streams of sampling.uniform; 0 draws tokens
 FADE, OVERALL_FADE = 0.9, 0.98  # how fast what was seen fades, of one answer and of all, per verified guess
-ROW_MARGIN = 1.5  # what a guess costs, against its row of the step: it is also laid out, drawn from and taken back
-DEBT = 8.0  # tokens that guesses may have cost on balance before the proposer is given a rest
-PROBE_AFTER = 8, 128  # steps without a guess before one is tried again: at first, at most
+CHECK_S = 0.2e-3  # seconds a step takes longer for having any guesses: laying them out, taking back what was wrong
+MARGIN = 1.5  # of what guesses are thought to cost: an answer that gets ahead saves only a row of the steps to come
+SURE = 0.95  # chance of the best guesses there are
+CREDIT, MOST_CREDIT = 4.0, 8.0  # tokens that guesses may lose at first, and after having won ever so many
+SHARE = 0.01  # of all tokens may be lost in finding out whether guesses pay
 
 
 def rejection_sample(p: torch.Tensor, q: torch.Tensor, guess: int, verdict: float, residual: float) -> int:
@@ -79,11 +86,16 @@ def verdict(choice: Choice, row: torch.Tensor, guess: int, mask: torch.Tensor | 
 class Proposer(Protocol):
     """Guesses what follows. May be wrong, late or empty; it must be cheap."""
 
+    ROUNDS_TO_ASK: int  # rounds of `draft` that `strength` takes, which are then spared in `propose`
+
     def strength(self, choices: list[Choice]) -> list[int]:
         """How good the evidence for a guess is now: 0 for none at all; equal numbers promise equally much."""
 
     def propose(self, choices: list[Choice], limits: list[int]) -> list[list[int]]:
         """For each answer up to so many tokens that may follow those of its sequence."""
+
+    def backlog(self, choice: Choice) -> int:
+        """Tokens of the answer that must be computed before the first guess."""
 
 
 class NgramProposer:
@@ -97,6 +109,8 @@ class NgramProposer:
     one likes.
     """
 
+    ROUNDS_TO_ASK = 0
+
     def __init__(self, longest: int = 6, shortest: int = 1):
         self.lengths = range(longest, shortest - 1, -1)
         self._seen: WeakKeyDictionary[Choice, tuple[int, dict]] = WeakKeyDictionary()
@@ -106,6 +120,9 @@ class NgramProposer:
 
     def propose(self, choices: list[Choice], limits: list[int]) -> list[list[int]]:
         return [self._guess(choice, limit) if limit else [] for choice, limit in zip(choices, limits, strict=True)]
+
+    def backlog(self, choice: Choice) -> int:
+        return 0
 
     def _match(self, choice: Choice) -> tuple[int, int]:
         """Length of the longest match, and the place after its last occurrence; 0, 0 without any."""
@@ -184,12 +201,11 @@ class StepCost:
 
 @dataclass
 class Record:
-    """How guesses of one strength fared: right and wrong (fading), and how long none has been made."""
+    """How guesses of one strength fared: right and wrong (fading), and the step in which one was made last."""
 
     right: float
     wrong: float
-    idle: int = 0
-    patience: int = PROBE_AFTER[0]
+    last: int = 0
 
     @property
     def rate(self) -> float:
@@ -198,8 +214,18 @@ class Record:
     def add(self, right: int, wrong: int, fade: float) -> None:
         fade **= right + wrong
         self.right, self.wrong = self.right * fade + right, self.wrong * fade + wrong
-        first, most = PROBE_AFTER
-        self.patience = first if right else min(2 * self.patience, most)
+
+
+@dataclass
+class Account:
+    """What may be spent on guesses, in tokens: on asking for them, and on trying such as are not thought to pay."""
+
+    asking: float = CREDIT
+    trying: float = 0.0
+
+    def pay_in(self, tokens: float) -> None:
+        """More than so much is not kept, or a good past would pay for a long bad present."""
+        self.asking = min(self.asking + tokens, MOST_CREDIT)
 
 
 class Speculator:
@@ -224,73 +250,93 @@ class Speculator:
         self.overall: dict[int, Record] = {}  # by strength, of all answers: what to expect of a new one
         self.records: WeakKeyDictionary[Choice, dict[int, Record]] = WeakKeyDictionary()
         self.asked: dict[Choice, int] = {}  # whose guesses are being verified, and their strength
-        self.drafted = self.accepted = self.decodes = 0
-        self.balance, self.resting, self.patience = 0.0, 0, PROBE_AFTER[0]  # tokens gained lately; steps not to ask in
+        self.drafted = self.accepted = self.decodes = self.steps = 0
+        self.accounts: dict[int, Account] = {}  # by the size of the batch in bits, for what pays depends on it
+        self.account = Account()  # that of this step
+        self.hopeless: dict[int, bool] = {}  # by the size of the batch
 
     def propose(self, choices: list[Choice], rooms: list[int]) -> list[list[int]]:
         """Guesses for the answers that decode now; rooms: how many each may take."""
-        self.decodes += len(choices)
-        if self.resting:
-            self.resting -= 1
-            for record in (record for choice in choices for record in self.records.get(choice, {}).values()):
-                record.idle += 1
+        n = len(choices)
+        self.decodes += n
+        self.steps += 1
+        if self.step is not None and not self._may_ask(n):
             return [[] for _ in choices]
         strengths = self.proposer.strength(choices)
         longest = [min(room, self.most) if strength else 0 for room, strength in zip(rooms, strengths, strict=True)]
         records = [self._record(choice, strength) for choice, strength in zip(choices, strengths, strict=True)]
-        limits = longest if self.step is None else self.plan(records, longest)
+        limits = longest if self.step is None else self.plan(choices, records, longest)
         self.asked = dict(zip(choices, strengths, strict=True))
         guesses = self.proposer.propose(choices, limits) if any(limits) else [[] for _ in choices]
         if self.step is not None:
-            self._pay([len(guess) for guess in guesses])
+            lengths = [len(guess) for guess in guesses]
+            self.account.asking -= self.price(n, sum(lengths), max(lengths))
         return guesses
 
-    def _pay(self, lengths: list[int]) -> None:
-        """Take what guesses of these lengths cost off the balance, as tokens that plain steps would have made.
+    def _may_ask(self, answers: int) -> bool:
+        """Open the account of a batch of this size, and see whether there is anything to win and something on it."""
+        self.account = self.accounts.setdefault(answers.bit_length(), Account())
+        self.account.pay_in(SHARE * answers)
+        self.account.trying += SHARE * answers
+        return self.account.asking > 0 and not self.is_hopeless(answers)
 
-        Even finding out that nothing is worth guessing costs a round. When the debt is too high the proposer is not
-        asked for a while, and for twice as long if nothing has come of it since the last time.
-        """
-        rows = len(lengths)
-        seconds = ROW_MARGIN * (self.step(rows + sum(lengths)) - self.step(rows))
+    def price(self, answers: int, guesses: int, longest: int) -> float:
+        """What a step costs more for `guesses`, of which one answer has the `longest`: in tokens it could have made."""
+        alone = self.step(answers)
+        seconds = self.step(answers + guesses) - alone + (CHECK_S if guesses else 0.0)
         if self.draft is not None:
-            seconds += ROW_MARGIN * max(1, *lengths) * self.draft(rows)
-        self.balance -= seconds * rows / self.step(rows)
-        if self.balance < -DEBT:
-            self.resting, self.balance = self.patience, 0.0
-            self.patience = min(2 * self.patience, PROBE_AFTER[1])
+            seconds += max(longest, self.proposer.ROUNDS_TO_ASK) * self.draft(answers)
+        return MARGIN * answers * seconds / alone
+
+    def is_hopeless(self, answers: int) -> bool:
+        """Whether so many answers could win nothing by guesses, even by as many as pay best and nearly all right."""
+        if answers not in self.hopeless:
+            depths = [1 + g // answers for g in range(answers * self.most)]  # one for each, then a second for each, ...
+            won = accumulate(SURE**depth for depth in depths)
+            prices = (self.price(answers, g, depth) for g, depth in enumerate(depths, 1))
+            self.hopeless[answers] = all(tokens <= price for tokens, price in zip(won, prices, strict=True))
+        return self.hopeless[answers]
 
     def _record(self, choice: Choice, strength: int) -> Record:
         overall = self.overall.setdefault(strength, Record(2.0 * strength, 2.0))
         own = self.records.setdefault(choice, {})
         if strength not in own:
-            own[strength] = Record(self.trust * overall.rate, self.trust * (1 - overall.rate))
+            own[strength] = Record(self.trust * overall.rate, self.trust * (1 - overall.rate), self.steps)
         return own[strength]
 
-    def plan(self, records: list[Record], longest: list[int]) -> list[int]:
-        """How many guesses each answer is given, of at most `longest`."""
-        chances = []  # (chance that the guess is right together with all before it, answer)
+    def plan(self, choices: list[Choice], records: list[Record], longest: list[int]) -> list[int]:
+        """How many guesses each answer is given, of at most `longest`: those that together promise most for a second.
+
+        And one to the answer that has gone longest without, when there is something on the account to try it with.
+        """
+        chances = []  # (chance that a guess is right together with all before it, its place among them, answer)
         for i, record in enumerate(records):
             chance = 1.0
-            for _ in range(longest[i]):
+            for place in range(1, longest[i] + 1):
                 chance *= record.rate
-                chances.append((chance, i))
-        chances.sort(key=lambda pair: -pair[0])
-        rows, tokens, seconds = len(records), float(len(records)), self.step(len(records))
-        guess_s = self.draft(rows) / rows if self.draft else 0.0
-        limits = [0] * len(records)
-        for chance, i in chances:
-            more = ROW_MARGIN * (self.step(rows + 1) - self.step(rows)) + guess_s
-            if chance * seconds <= more * tokens:
-                break
+                chances.append((chance, place, i))
+        chances.sort(key=lambda entry: -entry[0])
+        n, asking = len(records), self.price(len(records), 0, 0)  # which is paid already
+        best, kept, tokens, deepest = 1.0, 0, 0.0, 0
+        for guesses, (chance, place, _) in enumerate(chances, 1):
+            tokens, deepest = tokens + chance, max(deepest, place)
+            rate = (n + tokens) / (n + self.price(n, guesses, deepest) - asking)
+            if rate > best:
+                best, kept = rate, guesses
+        limits = [0] * n
+        for _, _, i in chances[:kept]:
             limits[i] += 1
-            rows, tokens, seconds = rows + 1, tokens + chance, seconds + more
-        for i, record in enumerate(records):
-            if limits[i] == 0 < longest[i]:
-                record.idle += 1
-                limits[i] = int(record.idle > record.patience)
-            if limits[i]:
-                record.idle = 0
+        idle = [(record.last, i) for i, record in enumerate(records) if limits[i] == 0 < longest[i]]
+        if idle:
+            deepest, i = max(limits), min(idle)[1]
+            price = self.price(n, kept + 1, max(deepest, 1)) - self.price(n, kept, deepest)
+            if self.draft is not None:
+                more = self.draft(n + self.proposer.backlog(choices[i])) - self.draft(n)
+                price += MARGIN * n * more / self.step(n)
+            if self.account.trying > price:
+                self.account.trying, limits[i] = 0.0, 1
+        for record, limit in zip(records, limits, strict=True):
+            record.last = self.steps if limit else record.last
         return limits
 
     def observe(self, choice: Choice) -> None:
@@ -299,9 +345,7 @@ class Speculator:
         wrong = int(right < guessed and choice.finish_reason is None)  # what comes after a wrong one was not tested
         self.drafted += guessed
         self.accepted += right
-        self.balance = min(self.balance + right, DEBT)
-        if self.balance > 0:
-            self.patience = PROBE_AFTER[0]
+        self.account.pay_in(right)
         strength = self.asked[choice]
         self.records[choice][strength].add(right, wrong, FADE)
         self.overall[strength].add(right, wrong, OVERALL_FADE)
@@ -310,8 +354,7 @@ class Speculator:
         """The acceptance rate above which a single guess pays for one sequence alone."""
         if self.step is None:
             return None
-        more = ROW_MARGIN * (self.step(2) - self.step(1)) + (self.draft(1) if self.draft else 0.0)
-        return more / self.step(1)
+        return self.price(1, 1, 1)
 
     def stats(self) -> dict[str, float | None]:
         """drafted and accepted guesses, tokens an answer gains per step, and the break-even acceptance rate."""
