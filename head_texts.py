@@ -113,12 +113,20 @@ def held_out() -> dict[str, list[str]]:
             "My neighbour keeps goats. What do they eat, and how much care do they need?",
             "Which is better for a small flat, a carpet or a wooden floor?",
             "Why does my knee hurt when I climb stairs, and when should I see somebody?",
+            "Could you compare oil lamps with candles for a hut without a power line?",
+            "My tent leaks at the seams. What can I do before the weekend?",
+            "Who invented the zip, and what did people use before?",
+            "Is it safe to swim after a meal, or should I wait?",
         ],
         "story": [
             "Once upon a time there was a fox who could not find its way home. Continue.",
             "Invent a legend that explains why owls are awake at night.",
             "A detective finds an umbrella in an empty room. Write the first page.",
             "Make up a bedtime tale with a dragon that is afraid of candles.",
+            "Continue: The last ferry had left, and the old man was still on the pier.",
+            "Retell the tale of the tortoise and the hare, but let the hare speak.",
+            "Two strangers share a bench in the rain. Write what they say.",
+            "Imagine a postman who delivers letters from the future, and let him tell of one day.",
         ],
         "summary": [
             "Sum up in two sentences: The ferry between the two harbours was stopped on Friday because of ice. About "
@@ -131,12 +139,24 @@ def held_out() -> dict[str, list[str]]:
             "and the referee, who stood behind a photographer, saw nothing. The match was repeated.",
             "Give the gist of the following. Mushrooms grow from threads that spread through the soil for years. "
             "What we pick is only the fruit. Cut it with a knife and leave the threads, and more will grow there.",
+            "Say this more briefly: The museum has bought a wooden sledge that an expedition left behind ninety years "
+            "ago. A hunter found it under the snow, and his family kept it in a barn. It will be shown from May on.",
+            "Repeat only the facts of this: To everybody's surprise the small bakery won the prize. Its owner, who had "
+            "been a nurse until two years before, bakes forty loaves a day and closes at noon.",
+            "Give a title and one sentence for this: Our bus line will no longer stop at the mill. The new stop is at "
+            "the corner of the cemetery, two hundred steps away, and has a roof. The night bus stops at both.",
+            "Tell me in one line what this says: The hedgehog that visits us at dusk has a notch in its left ear. We "
+            "have seen it since April. It eats snails, drinks from the bowl and leaves before the fox comes.",
         ],
         "code": [
             "Write Python code that transposes a matrix.",
             "Show me how to find the shortest path in a graph with Python.",
             "Write a function that turns Roman numerals into integers.",
             "I need a Python script that renames all photos in a folder by date.",
+            "Please write a class in Python for a queue with two ends.",
+            "Using only the standard library, time how long a Python call takes.",
+            "Give me Python code that prints a multiplication table.",
+            "Can you write a regular expression in Python that finds all dates in a text?",
         ],
     }
 

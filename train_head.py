@@ -408,6 +408,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             look.error(f"--speculate {args.speculate}: head or head:<file>; n-grams are measured beside it anyway")
         if min(args.tokens, args.rounds, *args.batch) < 1:
             look.error("--tokens, --rounds and --batch must be at least 1")
+        asked = min(map(len, held_out().values()))
+        if max(args.batch) > asked:
+            look.error(f"--batch {max(args.batch)}: there are {asked} requests of a kind to answer side by side")
     return args
 
 

@@ -383,7 +383,15 @@ def test_the_command_refuses_by_name(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "given", [["--speculate", "ngram"], ["--tokens", "0"], ["--rounds", "0"], ["--batch", "0"], ["--batch", "1", "-1"]]
+    "given",
+    [
+        ["--speculate", "ngram"],
+        ["--tokens", "0"],
+        ["--rounds", "0"],
+        ["--batch", "0"],
+        ["--batch", "1", "-1"],
+        ["--batch", "9"],
+    ],
 )
 def test_the_measurement_refuses_by_name(given, capsys):
     with pytest.raises(SystemExit):
