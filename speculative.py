@@ -40,6 +40,7 @@ Left out: trees of guesses.
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable
@@ -59,6 +60,7 @@ CHECK_S = 0.2e-3  # seconds a step takes longer for having any guesses: laying t
 MARGIN = 1.5  # of what guesses are thought to cost: an answer that gets ahead saves only a row of the steps to come
 SURE = 0.95  # chance of the best guesses there are
 CREDIT, MOST_CREDIT = 4.0, 8.0  # tokens that guesses may lose at first, and after having won ever so many
+PASSES = 8  # over the sizes of a step, to time each
 SHARE = 0.01  # of all tokens may be lost in finding out whether guesses pay
 
 
@@ -168,32 +170,31 @@ class StepCost:
         cls,
         run: Callable[[int], object],
         most: int,
-        budget_s: float = 0.5,
+        budget_s: float = 0.4,
         before: Callable[[], object] | None = None,
     ) -> StepCost:
-        """run(rows) computes a step; sizes are doubled until `most` or until the budget is spent.
+        """run(rows) computes a step; sizes are doubled until `most`, or until timing them takes the budget.
 
-        Then all are timed once more, since a moment in which the machine is busy elsewhere seldom lasts so long.
-        `before` is called, untimed, before each: what runs between two calls in earnest, and empties the caches.
+        Then all are timed in turn, PASSES times, and the shortest time of each counts: a moment in which the machine is
+        busy elsewhere spoils one pass, and what matters is how the sizes compare. `before` is called, untimed, before
+        each: what runs between two calls in earnest, and empties the caches.
         """
-
-        def best(rows: int) -> float:
-            times: list[float] = []
-            while len(times) < 3 or (len(times) < 20 and sum(times) < 0.03):
-                if before is not None:
-                    before()
-                began = time.perf_counter()
-                run(rows)
-                times.append(time.perf_counter() - began)
-            return min(times)
-
         seconds: dict[int, float] = {}
-        rows, start = 1, time.perf_counter()
-        while rows <= 2 or (rows <= most and time.perf_counter() - start < budget_s):
+
+        def time_once(rows: int) -> None:
+            if before is not None:
+                before()
+            began = time.perf_counter()
+            run(rows)
+            seconds[rows] = min(seconds.get(rows, math.inf), time.perf_counter() - began)
+
+        rows = 1
+        while rows <= 2 or (rows <= most and PASSES * sum(seconds.values()) < budget_s):
             run(rows)  # may have to record or compile something
-            seconds[rows] = best(rows)
+            time_once(rows)
             rows *= 2
-        seconds = {rows: min(found, best(rows)) for rows, found in seconds.items()}
+        for rows in list(seconds) * (PASSES - 1):
+            time_once(rows)
         for rows in reversed(list(seconds)):  # more rows never cost less, and a clock only ever adds
             seconds[rows] = min(seconds[rows], seconds.get(2 * rows, seconds[rows]))
         return cls(seconds)
