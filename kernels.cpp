@@ -9,11 +9,12 @@
 // Python and without letting the helper threads fall asleep: the CPU's counterpart of a CUDA graph.
 //
 // The ideas are in the headers: kernels_simd.h (the machine's vectors), kernels_pool.h (threads), kernels_linear.h
-// (quantised products), kernels_attention.h. Built without -ffast-math and with contraction off: every fused
+// (quantised products), kernels_attention.h, kernels_sampling.h. Built without -ffast-math and with contraction off: every fused
 // multiply-add is written out, so the order of operations is the one in the text.
 #include "kernels_attention.h"
 #include "kernels_linear.h"
 #include "kernels_pool.h"
+#include "kernels_sampling.h"
 
 namespace {
 
@@ -195,8 +196,25 @@ const char* run_gather(Arguments a) {
     return nullptr;
 }
 
+const char* run_draw(Arguments a) {
+    auto* x = a.pointer<const float>();
+    auto* rows = a.pointer<const int64_t>();
+    auto* drawings = a.pointer<const Drawing>();
+    auto* tokens = a.pointer<int64_t>();
+    const int64_t count = a.integer(), limit = a.integer(), n = a.integer();
+    for (int64_t i = 0; i < count; i++)
+        if (rows[i] < 0 || rows[i] >= limit) return "a row index lies outside the tensor";
+    pool.parallel_for(count, [&](int64_t i) {
+        thread_local Drawer drawer;
+        tokens[i] = drawer.draw(x + rows[i] * n, n, drawings[i]);
+    });
+    return nullptr;
+}
+
 using Op = const char* (*)(Arguments);  // null, or what is wrong with the arguments
-constexpr Op OPS[] = {run_rms_norm, run_silu_mul, run_linear, run_embedding, run_rope, run_attention, run_gather};
+constexpr Op OPS[] = {
+    run_rms_norm, run_silu_mul, run_linear, run_embedding, run_rope, run_attention, run_gather, run_draw,
+};
 
 }  // namespace
 

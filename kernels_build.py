@@ -30,7 +30,9 @@ from pathlib import Path
 
 import torch
 
-SOURCES = ("kernels.cpp", "kernels_attention.h", "kernels_linear.h", "kernels_pool.h", "kernels_simd.h")
+SOURCES = (
+    "kernels.cpp", "kernels_attention.h", "kernels_linear.h", "kernels_pool.h", "kernels_sampling.h", "kernels_simd.h",
+)  # fmt: skip
 FLAGS = ("-O3", "-std=c++17", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels_packing import TILE, padded
-from kernels_tape import ATTENTION, EMBEDDING, LINEAR, RMS_NORM, ROPE, SILU_MUL, call, empty, ready
+from kernels_tape import ATTENTION, DRAW, EMBEDDING, LINEAR, RMS_NORM, ROPE, SILU_MUL, call, empty, ready
 
 CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -151,3 +151,19 @@ def _embedding(bits: int, ids: Tensor, packed: Tensor, in_features: int, group_s
 
 
 int4_embedding, int8_embedding = partial(_embedding, 4), partial(_embedding, 8)
+
+
+def draw(logits: Tensor, rows: list[int], drawings: list[tuple[float, ...]]) -> list[int]:
+    """A token of each of the `rows` of logits [R, V], as `sampling.draw_rows` defines it.
+
+    A drawing is (best, temperature, min_p, top_k, top_p, dart): the row's largest logit, finite; what is asked of the
+    row; and where in [0, 1) the dart falls.
+    """
+    wide, count = ready(logits), len(rows)
+    places, wanted = torch.tensor(rows, dtype=torch.int64), torch.tensor(drawings, dtype=torch.float64)
+    if wanted.shape != (count, 6):
+        raise ValueError(f"{count} rows to draw from and drawings of shape {tuple(wanted.shape)}: six numbers each")
+    tokens = torch.empty(count, dtype=torch.int64)
+    pointers = (t.data_ptr() for t in (wide, places, wanted, tokens))
+    call(DRAW, "7q", *pointers, count, *wide.shape)
+    return tokens.tolist()

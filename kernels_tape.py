@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels_build
 
-RMS_NORM, SILU_MUL, LINEAR, EMBEDDING, ROPE, ATTENTION, GATHER = range(7)  # as in OPS of kernels.cpp
+RMS_NORM, SILU_MUL, LINEAR, EMBEDDING, ROPE, ATTENTION, GATHER, DRAW = range(8)  # as in OPS of kernels.cpp
 
 
 class _Open(threading.local):  # one for each thread: what another one computes meanwhile is not of the step

@@ -19,6 +19,8 @@ whole numbers below 2**53 round nowhere, so no order of addition, device or filt
 is less than half a tick, 3e-11 of the likeliest, is never drawn.) (2) u is no generator's next output but a hash of
 (seed, choice, position, stream): a generator that others also draw from, or that must be rewound, does not exist.
 
+On a CPU the kernels draw (kernels_sampling.h): the same line in two passes over a row instead of ten.
+
 Ranks are by logit, ties go to the lower id, everywhere: greedy, top_k=1 and min_p=1 give the same token. No filter
 sorts the vocabulary: top_k selects, top_p sorts one bucket of it.
 
@@ -39,6 +41,8 @@ from typing import NamedTuple
 
 import torch
 
+import kernels
+import kernels_native
 from sampling_params import SamplingParams
 
 TICKS = 2.0**34  # of the likeliest token. 2**34 * 2**19 tokens = 2**53: sums are exact up to a vocabulary of 524,288
@@ -352,26 +356,46 @@ def sample(
     if not len(rows) == len(states) == len(masks):
         raise ValueError(f"{len(rows)} rows of logits, {len(states)} states, {len(masks)} masks: one of each per row")
     raw_values, tokens = argmax(raw, rows)
-    changed, values = {}, list(raw_values)
+    values, places = list(raw_values), [(raw, r) for r in rows]  # of the final rows
     touched = [i for i, state in enumerate(states) if masks[i] is not None or state.touches()]
     if touched:
         processed = raw[[rows[i] for i in touched]]  # a copy
         for i, row in zip(touched, processed, strict=True):
             states[i].constrain(row, masks[i])
-        for i, row, value, token in zip(touched, processed, *argmax(processed), strict=True):
-            changed[i], values[i], tokens[i] = row, value, token
+        for j, (i, value, token) in enumerate(zip(touched, *argmax(processed), strict=True)):
+            values[i], tokens[i], places[i] = value, token, (processed, j)
+    errors = [_row_error(*pair) for pair in zip(raw_values, values, strict=True)]
+    drawn = [i for i, state in enumerate(states) if errors[i] is None and not state.params.greedy]
+    for table in (raw, processed) if touched else (raw,):
+        mine = [i for i in drawn if places[i][0] is table]
+        found = draw_rows(table, [places[i][1] for i in mine], [values[i] for i in mine], [states[i] for i in mine])
+        for i, token in zip(mine, found, strict=True):
+            tokens[i] = token
     results: list[Sampled | ValueError] = []
-    for i, state in enumerate(states):
-        params, token, error = state.params, tokens[i], _row_error(raw_values[i], values[i])
-        if error is not None:
-            results.append(error)
-            continue
-        if not params.greedy:
-            row = changed[i] if i in changed else raw[rows[i]]
-            ticks = _ticks(row, values[i], params.temperature)
-            token = draw(_filter(row, ticks, params), state.uniform())
-        results.append(score(raw[rows[i]], token, params.logprobs) if params.scored else Sampled(token))
+    for error, r, token, state in zip(errors, rows, tokens, states, strict=True):
+        plain = error or Sampled(token)
+        results.append(score(raw[r], token, state.params.logprobs) if state.params.scored and not error else plain)
     return results
+
+
+def draw_rows(
+    table: torch.Tensor, rows: Sequence[int], best: Sequence[float], states: Sequence[SamplerState]
+) -> list[int]:
+    """A token from each of the `rows` of processed logits [R, V]; best: their largest logits, which are finite.
+
+    By the native kernels where they are in use, else as they define it: row by row, so that no sum sees the batch.
+    """
+    if kernels.backend() == "native" and table.device.type == "cpu" and rows:
+        asked = []
+        for value, state in zip(best, states, strict=True):
+            p = state.params
+            asked.append((value, p.temperature, p.min_p, p.top_k, p.top_p, state.uniform()))
+        return kernels_native.draw(table, rows, asked)
+    tokens = []
+    for r, value, state in zip(rows, best, states, strict=True):
+        ticks = _ticks(table[r], value, state.params.temperature)
+        tokens.append(draw(_filter(table[r], ticks, state.params), state.uniform()))
+    return tokens
 
 
 def prompt_logprobs(logits: torch.Tensor, targets: Sequence[int], k: int) -> list[Sampled | ValueError]:

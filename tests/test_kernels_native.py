@@ -189,7 +189,7 @@ sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-k", chosen, *sys.a
 def run_against_build(flags, env=()):
     """The comparisons with the references in a child process, against a library built with other flags."""
     tests = Path(__file__).parent
-    files = [str(tests / name) for name in ("test_kernels.py", "test_kernels_attention.py")]
+    files = [str(tests / name) for name in ("test_kernels.py", "test_kernels_attention.py", "test_kernels_sampling.py")]
     result = subprocess.run(
         [sys.executable, "-c", CHILD, flags, *files],
         cwd=tests.parent,

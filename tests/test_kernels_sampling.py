@@ -1,0 +1,127 @@
+"""Draws by the C++ kernel against their definition in sampling.py, and what must hold bit for bit.
+
+The two compute e^x with another last bit, so a dart that falls within a millionth of the border of two tokens may land
+on either; everywhere else they must agree.
+"""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_cases import SEEDS, drawn
+from sampling_rows import normal, state, tokens
+
+import kernels
+import kernels_native
+from sampling import probabilities, process_logits, sample
+
+NEAR = 1e-6
+DARTS = torch.linspace(0, 1, 258, dtype=torch.float64)[1:-1].tolist()
+VOCABS = st.sampled_from([1, 2, 7, 8, 15, 16, 17, 511, 512, 513, 1500])
+FILTERS = {
+    "temperature": st.sampled_from([1e-5, 0.1, 0.7, 1.0, 2.0, 50.0]),
+    "top_p": st.sampled_from([1e-300, 0.1, 0.53, 0.9, 0.999999, 1.0]),
+    "top_k": st.sampled_from([-1, 0, 2, 5, 50, 10**6]),
+    "min_p": st.sampled_from([0.0, 1e-9, 0.05, 0.51]),
+}
+
+
+@pytest.fixture(autouse=True)
+def native():
+    """Every test starts on the native backend with two threads, and leaves the process as it found it."""
+    before = kernels.backend()
+    kernels.set_threads(2)
+    yield kernels.set_backend("native")
+    kernels.set_backend(before)
+
+
+def thrown(row: torch.Tensor, darts: list[float], temperature=1.0, top_p=1.0, top_k=0, min_p=0.0) -> list[int]:
+    """Where each dart lands on a row of logits [V], by the kernel."""
+    asked = (float(row.max()), temperature, min_p, top_k, top_p)
+    return kernels_native.draw(row[None], [0] * len(darts), [(*asked, dart) for dart in darts])
+
+
+def check(row: torch.Tensor, **fields) -> None:
+    """Every dart lands where the reference says, or within NEAR of where it does."""
+    (p,) = probabilities(row[None], [state(**fields)])
+    reach = p.cumsum(0)
+    for dart, token in zip(DARTS, thrown(row, DARTS, **fields), strict=True):
+        assert p[token] > 0 and reach[token] - p[token] - NEAR <= dart <= reach[token] + NEAR, (dart, token, fields)
+
+
+@drawn
+@given(VOCABS, SEEDS, st.sampled_from([0.0, 0.5, 3.0, 20.0]), st.fixed_dictionaries({}, optional=FILTERS))
+def test_draws_equal_the_reference(vocab, seed, spread, fields):
+    check(normal(1, vocab, seed, spread)[0], **fields)
+
+
+@pytest.mark.parametrize("shape", ["peaked", "flat", "all equal", "two levels", "bfloat16 ties", "masked"])
+def test_draws_from_a_real_vocabulary_equal_the_reference(shape):
+    vocab = 49_152
+    row = {
+        "peaked": normal(1, vocab, spread=4.0)[0],
+        "flat": normal(1, vocab, spread=0.1)[0],
+        "all equal": torch.full((vocab,), -7.25),
+        "two levels": (torch.arange(vocab) % 3 == 1).float(),
+        "bfloat16 ties": normal(1, vocab).bfloat16().float()[0],
+        "masked": normal(1, vocab)[0].masked_fill(torch.arange(vocab) % 5 > 0, -math.inf),
+    }[shape]
+    for fields in [{}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.5}, {"top_k": 3000}, {"min_p": 0.02, "top_p": 0.99}]:
+        check(row, **fields)
+
+
+def test_extreme_logits_weigh_nothing_and_break_nothing():
+    row = torch.tensor([-math.inf, 3e38, -3e38, 3e38, 1.0])
+    assert set(thrown(row, DARTS)) == {1, 3}
+    assert set(thrown(row, DARTS, temperature=1e-5)) == {1, 3}
+    assert set(thrown(row, DARTS, top_k=2, top_p=0.4)) == {1}, "of equals the lower id"
+    assert thrown(torch.zeros(4), [0.0, 0.25, 0.5, 0.75, 1 - 2**-53]) == [0, 1, 2, 3, 3]
+    assert thrown(torch.zeros(4), [0.0, 0.5, 1 - 2**-53], top_k=2) == [0, 1, 1]
+
+
+def test_blocks_are_passed_over_only_where_nothing_in_them_counts():
+    assert thrown(torch.zeros(1536), [511 / 1536, 512 / 1536, 1024 / 1536]) == [511, 512, 1024]
+    row = torch.full((1500,), -50.0)
+    row[0], row[1], row[600] = 0.0, math.log(1.2 / 1024), math.log(1.4 / 1024)  # the last one alone in its block
+    assert set(thrown(row, [0.0, 1 - 2**-53], top_k=2)) == {0, 600}
+
+
+MIXED = [
+    {},
+    {"top_p": 0.9},
+    {"temperature": 0},
+    {"top_k": 5, "temperature": 2},
+    {"min_p": 0.1},
+    {"logit_bias": {3: 2.0}},
+]
+
+
+@given(st.lists(st.integers(0, len(MIXED) - 1), min_size=1, max_size=9), st.sampled_from([1, 2]))
+def test_a_draw_is_bit_identical_in_any_batch(members, threads):
+    kernels.set_threads(threads)
+    rows, states = normal(len(MIXED), 1500), [state([1], seed=i, **fields) for i, fields in enumerate(MIXED)]
+    alone = [sample(rows[i : i + 1], [states[i]])[0] for i in members]
+    assert alone == sample(rows, [states[i] for i in members], rows=members)
+
+
+@pytest.mark.parametrize("fields", [{}, {"top_p": 0.8, "temperature": 1.3}, {"top_k": 4}])
+def test_draws_have_the_distribution(fields):
+    """Chi-square over a small vocabulary, 9 degrees of freedom at most: 27.9 is exceeded once in a thousand."""
+    row, draws = normal(1, 10, seed=5, spread=1.0), 4000
+    found = tokens(sample(row, [state(seed=seed, **fields) for seed in range(draws)], rows=[0] * draws))
+    (p,) = probabilities(process_logits(row, [state(**fields)]), [state(**fields)])
+    counts = torch.bincount(torch.tensor(found), minlength=10)
+    assert counts[p == 0].sum() == 0
+    expected = p[p > 0] * draws
+    assert float(((counts[p > 0] - expected) ** 2 / expected).sum()) < 27.9
+
+
+def test_a_wrong_draw_is_refused_before_memory_is_touched():
+    row = torch.zeros(2, 8)
+    for bad in (-1, 2):
+        with pytest.raises(ValueError, match="row index"):
+            kernels_native.draw(row, [0, bad], [(0.0, 1.0, 0.0, 0, 1.0, 0.5)] * 2)
+    with pytest.raises(ValueError, match="six numbers"):
+        kernels_native.draw(row, [0], [(0.0, 1.0)])
