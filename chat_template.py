@@ -196,6 +196,8 @@ def _checked(message: Any) -> dict:
             raise TemplateError(f"content holds the part {part!r:.200}: only {{'type': 'text', 'text': ...}} is read")
     message = dict(message)
     calls = message.pop("tool_calls", None)  # null stands for none in the API, but templates ask `is defined`
+    if calls and not (isinstance(calls, (list, tuple)) and all(isinstance(call, Mapping) for call in calls)):
+        raise TemplateError(f"tool_calls is {calls!r:.200}: it must be a list of objects, one for each call")
     return message | {"tool_calls": [_with_parsed_arguments(call) for call in calls]} if calls else message
 
 
@@ -206,7 +208,7 @@ def _with_parsed_arguments(call: Any) -> Any:
         return call
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TemplateError(f"a tool call's arguments are not JSON: {function['arguments']!r:.200}") from error
     return dict(call) | {"function": dict(function) | {"arguments": arguments}}
 

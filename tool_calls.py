@@ -30,9 +30,12 @@ import re
 import uuid
 from dataclasses import dataclass
 
+from regular import GrammarError
 from tokenizer import TemplateError, Tokenizer
 
 PROBE = "probe_function_name"
+SCHEMAS_BY_NAME = ("properties", "$defs", "definitions")
+CONSTANTS = ("const", "enum", "default", "examples")  # what stands there is no schema, whatever it looks like
 
 
 @dataclass(frozen=True)
@@ -122,13 +125,17 @@ class ToolParser:
 
     def _read(self, body: str) -> dict | None:
         try:
-            value = json.loads(body)
+            value = json.loads(body, parse_constant=_no_number)  # Python's reader takes NaN, the caller's may not
         except (ValueError, RecursionError):
             return None
         if not isinstance(value, dict) or value.get("name") not in self.names:
             return None
         arguments = value.get(self.layout.arguments)
         return api_call(value["name"], json.dumps(arguments)) if isinstance(arguments, dict) else None
+
+
+def _no_number(name: str):
+    raise ValueError(f"{name} is no JSON")
 
 
 def _possible_beginning(text: str, mark: str) -> int:
@@ -163,13 +170,43 @@ def forced_schema(tools: list[dict], name: str | None) -> dict:
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": tool["function"]["name"]}, "arguments": _parameters(tool)},
+            "properties": {
+                "name": {"const": tool["function"]["name"]},
+                "arguments": moved(_parameters(tool), f"#/anyOf/{i}/properties/arguments"),
+            },
             "required": ["name", "arguments"],
         }
-        for tool in tools
+        for i, tool in enumerate(tools)
     ]
     return {"anyOf": calls}
 
 
 def _parameters(tool: dict) -> dict:
-    return tool["function"].get("parameters") or {"type": "object", "properties": {}}
+    """Arguments are an object, whether or not the schema says so."""
+    return {"type": "object"} | (tool["function"].get("parameters") or {"properties": {}})
+
+
+def moved(schema, place: str):
+    """A schema with its references into itself led to where it stands from now on: "#/$defs/a" -> place + "/$defs/a".
+
+    Raises GrammarError where it is nested too deeply for that."""
+    try:
+        return _moved(schema, place)
+    except RecursionError:
+        raise GrammarError("the parameters of a tool are nested too deeply; flatten them") from None
+
+
+def _moved(schema, place: str):
+    if isinstance(schema, list):
+        return [_moved(part, place) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            found[key] = place + value[1:]
+        elif key in SCHEMAS_BY_NAME and isinstance(value, dict):  # its keys are names, even one like "enum" or "$ref"
+            found[key] = {name: _moved(part, place) for name, part in value.items()}
+        else:
+            found[key] = value if key in CONSTANTS else _moved(value, place)
+    return found

@@ -139,9 +139,16 @@ def test_F11_templates_that_read_parts_get_parts(source):
         ([{"content": "hi"}], "'role'"),
         ([{"role": "user", "content": 3}], "content is 3"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "image_url"),
+        ([{"role": "assistant", "content": "", "tool_calls": 5}], "tool_calls is 5"),
+        ([{"role": "assistant", "content": "", "tool_calls": {"function": {"name": "f"}}}], "must be a list"),
+        ([{"role": "assistant", "content": "", "tool_calls": ["f"]}], "must be a list"),
+        (
+            [{"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": "[" * 9000}}]}],
+            "arguments are not JSON",
+        ),
     ],
 )
-def test_messages_that_cannot_be_rendered_are_refused(messages, message):
+def test_F64_messages_that_cannot_be_rendered_are_refused(messages, message):
     with pytest.raises(TemplateError, match=message):
         render(CHATML, messages)
 

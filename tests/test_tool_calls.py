@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chat_template import ChatTemplate
-from structured import compile_json_schema
+from structured import GrammarError, compile_json_schema
 from tool_calls import LAYOUTS, ForcedCall, ToolParser, find_layout, forced_schema
 
 MARKED, PARAMETERS, ARGUMENTS = LAYOUTS
@@ -33,6 +33,7 @@ CASES = [
     ("a " + call("f", '{"x": 1}') + " b" + call("g"), "a  b", [("f", {"x": 1}), ("g", {})]),
     ("a " + call("unknown"), "a " + call("unknown"), []),
     (call("f", "[1]"), call("f", "[1]"), []),
+    (call("f", '{"x": NaN}'), call("f", '{"x": NaN}'), []),
     ("<tool_call>no json</tool_call>" + call("f"), "<tool_call>no json</tool_call>", [("f", {})]),
     (call("f").removesuffix("</tool_call>"), "", [("f", {})]),  # the model ended without closing
     ('<tool_call>{"name": "f", "argu', '<tool_call>{"name": "f", "argu', []),
@@ -90,3 +91,33 @@ def test_a_demanded_call():
     for text, allowed in ((b'{"name": "g", "arguments": {}}', True), (b'{"name": "h", "arguments": {}}', False)):
         assert bool(accepts.accepting[accepts.run(1, text)]) == allowed
     assert forced_schema(TOOLS, "g") == {"type": "object", "properties": {}}
+
+
+def test_F56_references_within_the_parameters_hold_in_a_demanded_call():
+    node = {"type": "object", "properties": {"n": {"$ref": "#/$defs/digit"}, "$ref": {"const": "#/$defs/digit"}}}
+    node |= {"required": ["n"], "$defs": {"digit": {"type": "integer", "minimum": 0, "maximum": 9}}}
+    tools = [*TOOLS, {"function": {"name": "h", "parameters": node}}]
+    accepts = compile_json_schema(forced_schema(tools, None)).accepts
+    assert accepts(b'{"name": "h", "arguments": {"n": 7, "$ref": "#/$defs/digit"}}')
+    assert not accepts(b'{"name": "h", "arguments": {"n": 10}}')
+    recursive = {"properties": {"next": {"$ref": "#"}}, "additionalProperties": False}
+    accepts = compile_json_schema(forced_schema([{"function": {"name": "r", "parameters": recursive}}], None)).accepts
+    assert accepts(b'{"name": "r", "arguments": {"next": {"next": {}}}}')
+    assert not accepts(b'{"name": "r", "arguments": {"name": "r", "arguments": {}}}')
+
+
+@pytest.mark.parametrize("name", ["f", None])
+@pytest.mark.parametrize("parameters", [None, {}, {"description": "none"}, {"anyOf": [{"required": ["a"]}, True]}])
+def test_F57_arguments_are_an_object_even_if_the_schema_says_nothing(parameters, name):
+    accepts = compile_json_schema(forced_schema([{"function": {"name": "f", "parameters": parameters}}], name)).accepts
+    for arguments, allowed in (("{}", True), ("3", False), ("null", False), ('"x"', False)):
+        text = arguments if name else f'{{"name": "f", "arguments": {arguments}}}'
+        assert accepts(text.encode()) == allowed
+
+
+def test_F57_parameters_nested_beyond_all_bounds_are_refused():
+    deep = {}
+    for _ in range(5000):
+        deep = {"items": deep}
+    with pytest.raises(GrammarError, match="too deeply"):
+        forced_schema([{"function": {"name": "f", "parameters": deep}}], None)
