@@ -180,6 +180,8 @@ def from_hf(config: dict, generation: dict, where: str) -> ModelConfig:
 
 def _hf_architecture(config: dict, where: str) -> str:
     classes = config.get("architectures") or []
+    if not isinstance(classes, list):
+        raise CheckpointError(f"{where}: architectures is {classes!r}; it must be a list of class names.")
     named = [str(c).removesuffix("ForCausalLM").lower() for c in classes]
     arch = config.get("model_type") or (named[0] if named else None)
     if arch not in ARCHITECTURES or any(name not in ARCHITECTURES for name in named):

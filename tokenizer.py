@@ -297,10 +297,11 @@ def _decoding(library: tokenizers.Tokenizer) -> tuple[bool, str, bool]:
     if names == ["Metaspace"]:
         return False, steps[0]["replacement"], steps[0].get("prepend_scheme", "always") != "never"
     if names and set(names) <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
-        replaced = [step for step in steps if step["type"] == "Replace" and step["content"] == " "]
+        spaces = [s["pattern"].get("String") for s in steps if s["type"] == "Replace" and s["content"] == " "]
         stripped = [step for step in steps if step["type"] == "Strip"]
-        if len(replaced) == 1 and all((s["content"], s["stop"]) == (" ", 0) and s["start"] <= 1 for s in stripped):
-            return False, replaced[0]["pattern"]["String"], any(step["start"] for step in stripped)
+        plain = all((s["content"], s["stop"]) == (" ", 0) and s["start"] <= 1 for s in stripped)
+        if len(spaces) == 1 and spaces[0] and plain:
+            return False, spaces[0], any(step["start"] for step in stripped)
     raise ValueError(
         f"tokenizer.json: the decoder {names or None} is not supported, only ByteLevel, Metaspace and the "
         "SentencePiece sequence (Replace, ByteFallback, Fuse, Strip) are"
@@ -335,7 +336,7 @@ def _read_json(path: Path) -> dict:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, not {type(content).__name__}")

@@ -256,6 +256,8 @@ def test_dtype_under_old_and_new_keys(key):
         ({"model_type": "gemma2"}, "'gemma2'"),
         ({"model_type": "mixtral"}, "Supported: llama, mistral, qwen2, qwen3"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"architectures": 1}, "architectures is 1"),
+        ({"architectures": "LlamaForCausalLM"}, "must be a list"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
         ({"hidden_size": None}, "hidden_size is missing"),

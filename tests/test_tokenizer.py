@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from tiny_tokenizer import CHATML, SPECIALS, byte_level_library, folder, gguf_metadata, texts, tiny
-from tokenizers import decoders, processors
+from tokenizers import Regex, decoders, processors
 
 import gguf_vocab
 from tokenizer import Tokenizer
@@ -114,6 +114,7 @@ def test_specials_come_from_the_config_or_the_map(tmp_path):
         (lambda path: (path / "tokenizer.json").unlink(), "tokenizer.json"),
         (lambda path: (path / "tokenizer.json").write_text("{}"), "is not a tokenizer"),
         (lambda path: (path / "tokenizer_config.json").write_text("{"), "is not JSON"),
+        (lambda path: (path / "tokenizer_config.json").write_text('{"a":' + "[" * 100_000), "is not JSON"),
         (lambda path: (path / "tokenizer_config.json").write_text("[]"), "JSON object"),
         (lambda path: (path / "tokenizer_config.json").write_text('{"eos_token": ["</s>"]}'), "eos_token is"),
         (lambda path: (path / "tokenizer_config.json").write_text('{"bos_token": {"a": 1}}'), "bos_token is"),
@@ -134,10 +135,14 @@ def test_F54_bad_files_are_named(tmp_path, spoil, message):
         Tokenizer.from_folder(path)
 
 
-def test_unknown_decoder_is_refused():
+@pytest.mark.parametrize(
+    "decoder",
+    [decoders.WordPiece(), decoders.Sequence([decoders.Replace(Regex("▁"), " "), decoders.Fuse()])],
+)
+def test_F02_unknown_decoders_are_refused(decoder):
     library = byte_level_library()
-    library.decoder = decoders.WordPiece()
-    with pytest.raises(ValueError, match="WordPiece"):
+    library.decoder = decoder
+    with pytest.raises(ValueError, match="WordPiece|Replace"):
         Tokenizer(library, {}, {})
 
 
