@@ -40,6 +40,7 @@ IGNORED = {
     *("contentMediaType", "contentEncoding", "contentSchema"),
     *("$schema", "$id", "$comment", "$anchor", "$defs", "definitions"),
 }
+NUMBER_FORMATS = {"int32": 2**31, "int64": 2**63, "float": None, "double": None}  # OpenAPI's: values are below that
 KEYWORDS_OF = {
     "string": {"minLength", "maxLength", "pattern", "format"},
     "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "low", "high"},
@@ -74,8 +75,8 @@ def normalise(schema, where: str) -> dict:
     for keyword in COUNTS:
         if keyword in plain:
             plain[keyword] = _count(plain[keyword], f"{where}/{keyword}")
-    _read_strings(plain, where)
     _read_numbers(plain, where)
+    _read_strings(plain, where)
     _read_children(plain, where)
     return plain
 
@@ -124,6 +125,10 @@ def _read_numbers(plain: dict, where: str) -> None:
                 raise GrammarError(f"{where}/{keyword}: must be a finite number, not {value!r}")
             bound = (Decimal(repr(value)), is_open)
             plain[side] = _tighter(side, plain[side], bound) if side in plain else bound
+    if plain.get("type", {"string"}) <= {"integer", "number", "null"} and plain.get("format") in [*NUMBER_FORMATS]:
+        if limit := NUMBER_FORMATS[plain.pop("format")]:
+            for side, bound in (("low", Decimal(-limit)), ("high", Decimal(limit - 1))):
+                plain[side] = _tighter(side, plain.get(side, (bound, False)), (bound, False))
     if "multipleOf" in plain:
         value = plain["multipleOf"]
         if not _is_number(value) or value <= 0:

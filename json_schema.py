@@ -18,13 +18,14 @@ not generated):
 | where | choice |
 |---|---|
 | order of properties | as declared, additional ones last |
-| additionalProperties absent | no additional ones if `properties` is there, else any; true or a schema is honoured |
+| additionalProperties absent | any if `properties` is absent too, or names too few for minProperties; else none |
 | items absent | none after prefixItems, else any |
 | type absent | the types that the other keywords speak of; with none, any value |
 | any value | nested at most 4 deep |
 | $ref | local ones; through the same one at most 4 times inside itself, then that branch is closed |
 | oneOf | anyOf, if types, constants, ranges or a required property keep its branches apart, or can be made to |
-| format | date, time, date-time, uuid, email, ipv4, ipv6, hostname: enforced, not annotations |
+| format | date, time, date-time, duration, uuid, email, ipv4, ipv6, hostname: enforced, not annotations |
+| format of numbers | int32, int64 (a range each), float, double |
 | pattern | a search, in what Python and ECMAScript have in common (`regex_syntax.py`) |
 | multipleOf | integers up to 1000; a `number` with it is written as an integer |
 | spelling and blanks | `json_text.py` |
@@ -254,8 +255,9 @@ class _Compiler:
 
     def object(self, plain: dict, where: str, trail: tuple[str, ...]) -> Node:
         declared = plain.get("properties", {})
-        extra = plain.get("additionalProperties", "properties" not in plain)
         required = plain.get("required", [])
+        short = plain.get("minProperties", 0) > len({*declared, *required})  # only undeclared ones can make up for it
+        extra = plain.get("additionalProperties", "properties" not in plain or short)
         undeclared = {name: plain.get("additionalProperties", True) for name in required if name not in declared}
         members = []
         for name, schema in (declared | undeclared).items():

@@ -24,8 +24,9 @@ point:
 
 Every text with fewer digits before the point is smaller. Both bounds together are the product of two automata.
 
-Sources: RFC 8259 (JSON), sections 6 and 7; RFC 3339 (date and time); RFC 4122 (uuid); RFC 4291 section 2.2 (IPv6);
-RFC 5321 section 4.1.2 for the mailbox, of which quoted local parts and address literals are left out.
+Sources: RFC 8259 (JSON), sections 6 and 7; RFC 3339 (date and time; durations: appendix A); RFC 4122 (uuid); RFC 4291
+section 2.2 (IPv6); RFC 5321 section 4.1.2 for the mailbox, of which quoted local parts and address literals are left
+out.
 """
 
 from __future__ import annotations
@@ -80,6 +81,9 @@ DAYS = "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]
 DATE = f"({YEAR}-{DAYS}|{LEAP_YEAR}-02-29)"
 CLOCK = "([01][0-9]|2[0-3]):[0-5][0-9]"
 TIME = rf"{CLOCK}:[0-5][0-9](\.[0-9]{{1,6}})?(Z|[+-]{CLOCK})"
+COUNT = "[0-9]{1,6}"
+SPAN = f"({COUNT}Y({COUNT}M({COUNT}D)?)?|{COUNT}M({COUNT}D)?|{COUNT}D)"  # no unit is skipped: P1Y2D is none
+CLOCK_SPAN = f"T({COUNT}H({COUNT}M({COUNT}S)?)?|{COUNT}M({COUNT}S)?|{COUNT}S)"
 LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]{1,16}"
@@ -87,6 +91,7 @@ FORMATS = {
     "date": DATE,
     "time": TIME,
     "date-time": f"{DATE}T{TIME}",
+    "duration": f"P({SPAN}({CLOCK_SPAN})?|{CLOCK_SPAN}|{COUNT}W)",
     "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
     "email": rf"{ATOM}(\.{ATOM}){{0,2}}@{LABEL}(\.{LABEL}){{1,2}}",
     "ipv4": rf"{OCTET}(\.{OCTET}){{3}}",
