@@ -52,6 +52,15 @@ class Detokenizer:
         """What is still held back: U+FFFD for a character that will never be completed, else ""."""
         return self._keep(self._utf8.decode(b"", final=True))
 
+    def gap(self, token_id: int) -> int:
+        """How many U+FFFD this id's text will stand behind, as it cannot continue the character that is unfinished."""
+        waiting, first = self._utf8.getstate()[0], self._to_bytes(token_id)[:1]
+        try:
+            codecs.getincrementaldecoder("utf-8")().decode(waiting + first)
+        except UnicodeDecodeError:
+            return len(waiting.decode(errors="replace"))
+        return 0
+
     @property
     def text(self) -> str:
         """Everything reported so far."""

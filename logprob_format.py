@@ -3,8 +3,9 @@
 The problem. A token is bytes, and may be a third of an emoji; what is returned beside the text must name it without
 U+FFFD, say where in the text it stands, and must not show a token of a stop string whose text was withheld.
 
-The idea. A token's place is where its first character will stand once it is whole. A trail follows the answer: it
-decodes token after token to know their places, and lets a token out when the text has been shown up to there.
+The idea. A token's place is where its first character will stand once it is whole (behind the U+FFFD of an earlier
+character that it breaks off). A trail follows the answer: it decodes token after token to know their places, and lets
+a token out when the text has been shown up to there.
 
     tokens      "A"  "BC"  "DE"  "F"            stop = "BCDEF"
     place        0    1     3     5
@@ -36,13 +37,15 @@ class Trail:
 
     def __init__(self, request: Request):
         self._decoder = request.tokenizer.detokenizer(request.prompt_ids)
+        if request.guided is not None:  # as in the answer itself: its text begins afresh
+            self._decoder.finish()
         self._decoded = self._shown = 0  # characters
         self._waiting: deque[tuple[Sampled, int]] = deque()
 
     def feed(self, delta: Delta) -> list[tuple[Sampled, int]]:
         """The tokens that this delta's text shows, each with the place of its first character."""
         for sampled in delta.logprobs:
-            self._waiting.append((sampled, self._decoded))
+            self._waiting.append((sampled, self._decoded + self._decoder.gap(sampled.token)))
             self._decoded += len(self._decoder.add([sampled.token]))
         self._shown += len(delta.text)
         if delta.finish_reason is None or isinstance(delta.stop_reason, str):
@@ -117,6 +120,6 @@ def prompt_places(tokenizer: Tokenizer, ids: list[int], prompt: str | None) -> t
     decoder = tokenizer.detokenizer(skip_special_tokens=False)
     places, text = [], ""
     for i, token in enumerate(ids):
-        places.append(len(text))
+        places.append(len(text) + (decoder.gap(token) if i in shown else 0))
         text += decoder.add([token]) if i in shown else ""
     return text + decoder.finish(), places

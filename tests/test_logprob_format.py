@@ -13,7 +13,7 @@ TOKENIZER = tiny("bytes")
 
 
 def trail(prompt: str = "") -> Trail:
-    return Trail(SimpleNamespace(tokenizer=TOKENIZER, prompt_ids=TOKENIZER.encode(prompt, False)))
+    return Trail(SimpleNamespace(tokenizer=TOKENIZER, prompt_ids=TOKENIZER.encode(prompt, False), guided=None))
 
 
 def delta(text: str, ids, reason=None, stop=None) -> Delta:
@@ -39,6 +39,30 @@ def test_the_token_that_ends_is_left_out_and_held_text_is_let_out():
     x, y = TOKENIZER.encode("xy", False)
     assert names(trail().feed(delta("xy", [x, y, 1], "stop", 1))) == [("x", 0), ("y", 1)]
     assert names(trail().feed(delta("xy", [x, y], "length"))) == [("x", 0), ("y", 1)]
+
+
+def test_F22_a_token_behind_a_broken_character_is_placed_and_withheld_with_its_own_text():
+    x, y, *smile = TOKENIZER.encode("xy😀", False)
+    ids = [x, smile[0], y, smile[0], smile[0], x]
+    shown = TOKENIZER.decode(ids)
+    assert shown == "x\ufffdy\ufffd\ufffdx"
+    out = names(trail().feed(delta(shown, ids, "length")))
+    assert [place for _, place in out] == [0, 1, 2, 3, 4, 5]
+    assert (
+        names(trail().feed(delta("x\ufffd", ids[:3], "stop", "y")))[-1][1] == 1
+    )  # the stop string's token is not told
+    assert prompt_places(TOKENIZER, ids, None) == (shown, [0, 1, 2, 3, 4, 5])
+    surrogate = [next(i for i in range(300) if TOKENIZER.token_bytes(i) == byte) for byte in (b"\xed", b"\xbe")]
+    out = names(trail().feed(delta("\ufffd\ufffdx", [*surrogate, x], "length")))
+    assert out[-1] == ("x", 2)
+
+
+def test_F01_a_structured_answer_does_not_finish_the_prompts_character():
+    smile = TOKENIZER.encode("😀", False)
+    (x,) = TOKENIZER.encode("x", False)
+    for guided, place in ((object(), 0), (None, 1)):
+        path = Trail(SimpleNamespace(tokenizer=TOKENIZER, prompt_ids=smile[:1], guided=guided))
+        assert names(path.feed(delta("x" if guided else "\ufffdx", [x], "length"))) == [("x", place)]
 
 
 @given(texts)
