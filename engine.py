@@ -11,16 +11,10 @@ The idea is the whole engine: catch up. A sequence knows its tokens and how many
     sample     wherever the last known token of a sequence was computed                (sampling.py)
     accept     the new token: text, stop, end; finished sequences give back their blocks (request.py)
 
-and nothing asks which "mode" it is in. A sequence may carry guesses at its end (a draft: tokens that speculation
-proposes or that a grammar forces). They are computed like known tokens; then each of their rows is sampled as it would
-have been without them, and as long as the token comes out that had been guessed, the next row holds good too:
-
-    tokens   ... the cat | sat  on  his          draft of three
-    sampled               sat  on  the           "the" is accepted and ends it; what was computed for "his" is dropped
-
-Parallel answers (n > 1) are one sequence until its prompt is computed; the row
-of logits that follows is sampled n times and n - 1 forks share the prompt's blocks. A beam search is the same with
-another choice among the candidates (beam.py).
+and nothing asks which "mode" it is in. Guesses and forced tokens are carried at the end of a sequence and computed like
+known ones; as long as the token comes out that stands there, the next row holds good too (drafts.py). Parallel answers
+(n > 1) are one sequence until its prompt is computed; the row of logits that follows is sampled n times and n - 1 forks
+share the prompt's blocks. A beam search is the same with another choice among the candidates (beam.py).
 
 Failures stay where they belong: a request that is wrong is refused before it is queued, a row of bad logits ends its
 own request, a step that raises ends the requests in it. The others go on, and every block is accounted for.
@@ -31,10 +25,8 @@ by whoever calls step().
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import random
-import sys
 import time
 from collections.abc import Callable, Hashable, Iterable
 
@@ -42,6 +34,7 @@ import torch
 
 import kernels
 from beam import BeamSearch, Heir
+from drafts import Drafts, note, rows_to_read
 from guided import Guides
 from kv_paged import KVCache, blocks_needed
 from layout import build_batch
@@ -72,15 +65,15 @@ class Engine:
         overlap: bool = False,
     ):
         self.model, self.kv, self.scheduler, self.tokenizer = model, kv, scheduler, tokenizer
-        self.eos_token_ids, self.trace, self.speculator = eos_token_ids, trace, speculator
+        self.eos_token_ids, self.trace = eos_token_ids, trace
         self.device = model.norm.device
         self.run_model: Callable[[Batch], torch.Tensor] = lambda batch: model(batch, kv)
         self.seeds = random.Random(seed)  # for requests that bring none
         self.ids = itertools.count()
         self.requests: dict[int, Request] = {}
         self.guides = Guides(tokenizer, model.config.vocab_size, eos_token_ids, jump_forward)
+        self.drafts = Drafts(scheduler, speculator)
         self.overlap = Overlap(self) if overlap else None
-        self.jumping: set[Choice] = set()  # have forced tokens that may be appended
         self.rows: dict[Choice, int] = {}  # of the last step: where the latest token of each was drawn, for who guesses
 
     # -- requests come and go
@@ -159,6 +152,15 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_unfinished()
 
+    @property
+    def speculator(self) -> Speculator | None:
+        """Who guesses; may be exchanged between two steps."""
+        return self.drafts.speculator
+
+    @speculator.setter
+    def speculator(self, speculator: Speculator | None) -> None:
+        self.drafts.speculator = speculator
+
     # -- one step
 
     @torch.inference_mode()
@@ -179,12 +181,11 @@ class Engine:
         return deltas
 
     def plan(self) -> tuple[Step, list[Choice]]:
-        """Choose the next step; also the choices that carry guesses or forced tokens behind their last one."""
-        drafted = self._append_drafts() if self.jumping or self.speculator is not None else []
+        """Choose the next step; also the choices that carry a draft."""
+        drafted = self.drafts.append()
         self.rows.clear()
         step = self.scheduler.schedule()
-        if drafted:
-            self._drop_unscheduled(step, drafted)
+        self.drafts.drop_unscheduled(step, drafted)
         if self.trace:
             try:
                 self.trace(step.describe())
@@ -212,7 +213,7 @@ class Engine:
         except Exception as error:  # whatever went wrong, it went wrong for the requests of this step
             self.scheduler.fail(step)
             return deltas + self.fail([seq.request.request for seq, _ in step.entries], error)
-        self._observe([choice for choice in drafted if choice.num_guessed])
+        self.drafts.observe(drafted)
         for request in searches:
             try:
                 deltas += self._advance_beams(request)
@@ -224,54 +225,6 @@ class Engine:
         """The batch of a step; `rows` as `wanted_rows` has them."""
         return build_batch(step, rows, self.scheduler.block_size, self.model.norm.device)
 
-    def _append_drafts(self) -> list[Choice]:
-        """Let sequences that only lack their last token carry guesses behind it. Returns the choices that do."""
-        self.jumping = {choice for choice in self.jumping if choice.forced and choice.finish_reason is None}
-        able = [s.request for s in self.scheduler.running if s.num_new == 1 and s.request.state.n_output]
-        able = [choice for choice in able if choice.request.beams is None]
-        drafts = {choice: choice.forced for choice in able if choice.forced}
-        guesses = [choice for choice in able if not choice.forced] if self.speculator is not None else []
-        if guesses:
-            drafts |= zip(guesses, self._guess(guesses), strict=True)
-        for choice, draft in drafts.items():
-            draft = draft[: _room(choice)]
-            choice.num_draft, choice.num_right = len(draft), 0
-            choice.num_guessed = 0 if choice.forced else len(draft)
-            choice.seq.tokens += draft
-        return [choice for choice in drafts if choice.num_draft]
-
-    def _guess(self, choices: list[Choice]) -> list[list[int]]:
-        """Ask the speculator. Guesses are a luxury: one that fails to make them is done without."""
-        try:
-            guesses = self.speculator.propose(choices, [_room(choice) for choice in choices])
-            return [c.guided.trim(g) if c.guided is not None else g for c, g in zip(choices, guesses, strict=True)]
-        except Exception as error:
-            self._stop_guessing(error)
-            return [[] for _ in choices]
-
-    def _observe(self, choices: list[Choice]) -> None:
-        """Tell the speculator how its guesses fared."""
-        try:
-            for choice in choices:
-                self.speculator.observe(choice)
-        except Exception as error:
-            self._stop_guessing(error)
-
-    def _stop_guessing(self, error: Exception) -> None:
-        note(f"speculation is switched off: {type(error).__name__}: {error}")
-        self.speculator = None
-
-    def _drop_unscheduled(self, step: Step, drafted: list[Choice]) -> None:
-        """Guesses that this step does not compute are forgotten: for want of budget or blocks, or preempted."""
-        scheduled = {seq.id: n for seq, n in step.entries}
-        for choice in drafted:
-            seq = choice.seq
-            known = len(seq.tokens) - choice.num_draft
-            kept = max(known, min(len(seq.tokens), seq.num_computed + scheduled.get(seq.id, 0)))
-            self.scheduler.truncate(seq, kept)
-            choice.num_draft = kept - known
-            choice.num_guessed = min(choice.num_guessed, choice.num_draft)
-
     def move_blocks(self, step: Step) -> None:
         for seq, blocks in step.swap_out:
             seq.host = self.kv.swap_out(blocks)
@@ -281,14 +234,11 @@ class Engine:
             seq.host = None
 
     def wanted_rows(self, step: Step) -> list[range]:
-        """For each entry, the positions whose logits are needed: the last known token, guesses, a prompt to score."""
+        """For each entry, the positions whose logits are needed: the last known token, a draft, a prompt to score."""
         wanted = []
         for seq, n in step.entries:
             start, end, request = seq.num_computed, seq.num_computed + n, seq.request.request
-            first = end - 1 if end == len(seq.tokens) else end
-            if seq.request.num_draft:
-                unread = 0 if request.params.scored else min(len(seq.request.forced), seq.request.num_draft)
-                first -= seq.request.num_draft - unread
+            first = (end - 1 if end == len(seq.tokens) else end) - rows_to_read(seq.request)
             if request.params.prompt_logprobs is not None and seq.request.index == 0:
                 scored = len(request.prompt_logprobs) - 1  # rows used so far: row p scores token p + 1
                 if scored < min(end, seq.num_prompt - 1):
@@ -374,7 +324,7 @@ class Engine:
         return deltas
 
     def accept(self, choice: Choice, result: Sampled | ValueError, deltas: list[Delta], appended: bool = False) -> bool:
-        """Give a choice its token. Returns whether the token had been guessed, so that its next row holds good too.
+        """Give a choice its token. Returns whether its draft had it, so that its next row holds good too.
 
         Whatever goes wrong here is the fault of this request alone.
         """
@@ -392,17 +342,8 @@ class Engine:
             deltas += self.fail([request], error)
             return False
         request.first_token = request.first_token or time.perf_counter()
-        if choice.forced:
-            self.jumping.add(choice)
-        place = len(seq.tokens) - choice.num_draft
-        if choice.num_draft and seq.tokens[place] == result.token:
-            choice.num_right += 1
-            if choice.finish_reason is None:
-                choice.num_draft -= 1
-                return True
-        if choice.num_draft:
-            self.scheduler.truncate(seq, place)
-            choice.num_draft = 0
+        if self.drafts.settle(choice, result.token):
+            return True
         if not appended:
             seq.tokens.append(result.token)
         if choice.finish_reason is not None:
@@ -453,15 +394,3 @@ class Engine:
         if request.finished:
             request.finished_at = time.perf_counter()
             self.requests.pop(request.id, None)
-
-
-def _room(choice: Choice) -> int:
-    """Tokens a draft may have: the row after the last of them gives one more, and then the answer may be full."""
-    return choice.request.max_tokens - choice.state.n_output - 1
-
-
-def note(line: str) -> None:
-    """Say something on stderr, if anyone still listens there."""
-    with contextlib.suppress(OSError, ValueError):
-        if sys.stderr is not None:  # print would take None for stdout
-            print(line, file=sys.stderr)

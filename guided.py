@@ -8,9 +8,9 @@ The idea. A `GuidedAnswer` hangs on a `Choice` and moves when a token is accepte
     state ──mask()──► sample ──► accepted token ──commit()──► state' ──► is_complete: nothing may follow, the end
                                                                 └──────► forced: tokens that follow without being drawn
 
-`forced` is jump-forward. Where only one run of text can follow, its tokens are decided at once; the engine appends
-them to the sequence as it appends guesses, and they are accepted when they have been computed, so that they have
-log-probabilities like any other token. Which tokens they are depends on the text alone, never on who else is running:
+`forced` is jump-forward. Where only one run of text can follow, its tokens are decided at once; they are appended to
+the sequence as guesses are (drafts.py) and accepted when they have been computed, so that they have log-probabilities
+like any other token. Which tokens they are depends on the text alone, never on who else is running:
 
     sampled   {"            name              ": "          A  d  a     "        four decisions where there were
     forced      {"name": "                              , "age":                 nine tokens, and as many steps less

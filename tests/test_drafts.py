@@ -1,0 +1,118 @@
+"""Drafts without a model: what is carried, what a step has room for, and that nothing stays of what was wrong."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from drafts import Drafts, rows_to_read
+from kv_paged import BlockPool
+from scheduler import Scheduler, Sequence
+
+THE, CAT, SAT, ON, HIS, HAT = range(6)
+
+
+class Guesser:
+    """A speculator that always guesses the same, and notes what it was asked and told."""
+
+    def __init__(self, *guess):
+        self.guess, self.rooms, self.seen = list(guess), [], []
+
+    def propose(self, choices, rooms):
+        self.rooms.append(rooms)
+        return [self.guess for _ in choices]
+
+    def observe(self, choice):
+        self.seen.append((choice.num_guessed, choice.num_right))
+
+
+class Answer:
+    """What drafts know of a Choice."""
+
+    def __init__(self, seq, max_tokens, forced=()):
+        self.seq, self.forced, self.guided, self.finish_reason = seq, list(forced), None, None
+        self.num_draft = self.num_guessed = self.num_right = 0
+        self.state = SimpleNamespace(n_output=1)
+        self.request = SimpleNamespace(beams=None, max_tokens=max_tokens, params=SimpleNamespace(scored=False))
+
+
+def decoding(speculator, budget=4, max_tokens=20, forced=()):
+    """An answer that has computed "the" and decided "cat", in a pool with pages of two tokens."""
+    scheduler = Scheduler(BlockPool(12, 2), max_num_batched_tokens=budget, lookahead=4)
+    seq = Sequence([THE], 20)
+    scheduler.add(seq)
+    scheduler.computed(scheduler.schedule())
+    seq.tokens.append(CAT)
+    seq.request = Answer(seq, max_tokens, forced)
+    return Drafts(scheduler, speculator), scheduler, seq.request
+
+
+def compute(drafts, scheduler):
+    drafted = drafts.append()
+    step = scheduler.schedule()
+    drafts.drop_unscheduled(step, drafted)
+    scheduler.computed(step)
+    return drafted
+
+
+def test_the_picture():
+    guesser = Guesser(SAT, ON, HIS, HAT)
+    drafts, scheduler, answer = decoding(guesser)
+    assert compute(drafts, scheduler) == [answer]
+    assert answer.seq.tokens == [THE, CAT, SAT, ON, HIS], "the budget of four has no row for the hat"
+    assert answer.num_draft == answer.num_guessed == rows_to_read(answer) == 3
+    assert [drafts.settle(answer, token) for token in (SAT, ON, THE)] == [True, True, False]
+    assert answer.seq.tokens == [THE, CAT, SAT, ON] and answer.seq.num_computed == 4 and answer.num_draft == 0
+    assert len(answer.seq.block_table) == 2, "the page of what was wrong is free again"
+    drafts.observe([answer])
+    assert guesser.seen == [(3, 2)]
+
+
+@pytest.mark.parametrize("max_tokens, carried", [(20, 3), (4, 2), (2, 0)])
+def test_a_draft_leaves_room_for_the_token_of_its_last_row(max_tokens, carried):
+    guesser = Guesser(SAT, ON, HIS)
+    drafts, _, answer = decoding(guesser, max_tokens=max_tokens)
+    assert drafts.append() == [answer] * bool(carried) and guesser.rooms == [[max_tokens - 2]]
+    assert answer.seq.tokens == [THE, CAT, SAT, ON, HIS][: 2 + carried]
+
+
+def test_who_is_not_in_the_step_carries_nothing():
+    drafts, scheduler, answer = decoding(Guesser(SAT, ON))
+    drafted = drafts.append()
+    drafts.drop_unscheduled(SimpleNamespace(entries=[]), drafted)
+    assert answer.seq.tokens == [THE, CAT] and answer.num_draft == answer.num_guessed == 0
+
+
+def test_an_end_drops_the_guesses_behind_it_right_or_not():
+    drafts, scheduler, answer = decoding(Guesser(SAT, ON))
+    compute(drafts, scheduler)
+    answer.finish_reason = "stop"
+    assert not drafts.settle(answer, SAT)
+    assert answer.seq.tokens == [THE, CAT] and answer.num_right == 1 and answer.num_draft == 0
+
+
+def test_forced_tokens_are_carried_once_known_and_read_only_to_be_scored():
+    drafts, scheduler, answer = decoding(None, forced=(SAT, ON))
+    assert drafts.append() == [], "it is not known yet that this one has any"
+    drafts.settle(answer, CAT)
+    assert compute(drafts, scheduler) == [answer]
+    assert answer.seq.tokens == [THE, CAT, SAT, ON] and answer.num_draft == 2 and answer.num_guessed == 0
+    assert rows_to_read(answer) == 0
+    answer.request.params.scored = True
+    assert rows_to_read(answer) == 2
+
+
+def test_forced_tokens_are_carried_instead_of_guesses():
+    guesser = Guesser(HIS, HAT)
+    drafts, _, answer = decoding(guesser, forced=(SAT, ON))
+    drafts.append()
+    assert answer.seq.tokens == [THE, CAT, SAT, ON] and answer.num_guessed == 0 and not guesser.rooms
+
+
+@pytest.mark.parametrize("broken", ["propose", "observe"])
+def test_who_fails_to_guess_is_not_asked_again(broken, capsys):
+    guesser = Guesser(SAT)
+    drafts, scheduler, answer = decoding(guesser)
+    setattr(guesser, broken, lambda *args: 1 / 0)
+    drafts.observe(compute(drafts, scheduler))
+    assert drafts.speculator is None and "speculation is switched off: ZeroDivisionError" in capsys.readouterr().err
+    assert answer.seq.tokens == [THE, CAT, SAT][: 2 + answer.num_draft] and answer.num_draft == (broken == "observe")
