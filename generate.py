@@ -9,6 +9,13 @@
 
 `LLM` puts the files of this repository together and nothing else: a checkpoint becomes a model, free memory becomes a
 pool of pages, and the engine's step loop runs until every request has its answer. The words are vLLM's.
+
+    arguments ──► device, kernels ──► checkpoint ──► tokenizer, model ──► pages in the memory that is left ──┐
+      ┌──────────────────────────────────────────────────────────────────────────────────────────────────────┘
+      └─► scheduler ──► engine ──► layers compiled or steps captured ──► steps timed, if anyone guesses
+
+Arguments of a wrong type or word are refused before a checkpoint is opened, a context before weights are read, a draft
+model before anything is compiled.
 """
 
 from __future__ import annotations
@@ -42,6 +49,17 @@ from tokenizer import Tokenizer
 
 TYPICAL_CONTEXT = 256  # tokens, where the cost of a step is measured
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CHOICES = {  # what the arguments of LLM that are one of a few words may be
+    "dtype": ["auto", *DTYPES],
+    "kv_dtype": ["auto", *DTYPES],
+    "prefix_cache": [*PREFIX_CACHES, "none"],
+    "policy": POLICIES,
+    "preemption": PREEMPTIONS,
+    "batching": BATCHINGS,
+    "reserve": RESERVES,
+    "activations": ["int8", "float"],
+    "verify": ["coupled", "rejection"],
+}
 
 
 def choose(name: str, value, allowed) -> None:
@@ -58,6 +76,25 @@ def check_types(given: dict) -> None:
         right = any(isinstance(value, kinds[kind]) for kind in wanted)
         if not right or (isinstance(value, bool) and "bool" not in wanted):
             raise ValueError(f"{name}={value!r}: must be {' or '.join(wanted)}, not {type(value).__name__}")
+
+
+def check_arguments(given: dict) -> None:
+    """Refuse what can be seen to be wrong without a device or a model; `given` are the arguments of LLM by name."""
+    check_types(given)
+    for name, allowed in CHOICES.items():
+        choose(name, given[name], allowed)
+    if given["reserve"] == "contiguous" and given["prefix_cache"] != "none":
+        raise ValueError(
+            f'reserve="contiguous" shares no blocks: prefix_cache must be "none", not {given["prefix_cache"]!r}'
+        )
+    guesses, speculate, draft_quant = given["num_speculative_tokens"], given["speculate"], given["draft_quant"]
+    if guesses < 1:
+        raise ValueError(f"num_speculative_tokens={guesses}: at least 1; speculate=None is off")
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        if given[name] < 1:
+            raise ValueError(f"{name}={given[name]}: must be at least 1")
+    if draft_quant is not None and not (speculate or "").startswith("draft:"):
+        raise ValueError(f"draft_quant={draft_quant!r} needs speculate='draft:<model>', not {speculate!r}")
 
 
 class LLM:
@@ -116,81 +153,24 @@ class LLM:
         trace: bool = False,
         quiet: bool = True,
     ):
-        check_types(locals())
-        choose("dtype", dtype, ["auto", *DTYPES])
-        choose("kv_dtype", kv_dtype, ["auto", *DTYPES])
-        choose("prefix_cache", prefix_cache, [*PREFIX_CACHES, "none"])
-        choose("policy", policy, POLICIES)
-        choose("preemption", preemption, PREEMPTIONS)
-        choose("batching", batching, BATCHINGS)
-        choose("reserve", reserve, RESERVES)
-        choose("activations", activations, ["int8", "float"])
-        choose("verify", verify, ["coupled", "rejection"])
-        if reserve == "contiguous" and prefix_cache != "none":
-            raise ValueError(
-                f'reserve="contiguous" shares no blocks: prefix_cache must be "none", not {prefix_cache!r}'
-            )
-        if num_speculative_tokens < 1:
-            raise ValueError(f"num_speculative_tokens={num_speculative_tokens}: at least 1; speculate=None is off")
-        for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
-            if value < 1:
-                raise ValueError(f"{name}={value}: must be at least 1")
-        if draft_quant is not None and not (speculate or "").startswith("draft:"):
-            raise ValueError(f"draft_quant={draft_quant!r} needs speculate='draft:<model>', not {speculate!r}")
+        check_arguments(locals())
         self.quiet = quiet
         self.device = choose_device(device)
-        kernels_in_use = set_backend(kernels, self.device, threads)
-        start = time.perf_counter()
-        ckpt = open_checkpoint(model)
-        self.config = ckpt.config
-        self.max_model_len = self._context(max_model_len)
-        if dtype == "auto":
-            dtype = "float32" if self.device.type == "cpu" else ckpt.config.dtype
-        self.tokenizer = Tokenizer.from_checkpoint(ckpt)
-        threads = threads or os.cpu_count() or 1
-        torch.set_num_threads(1)  # loading is many small operations: threads would only wait for each other
-        self.model = self._load(ckpt, quant, dtype, activations)
-        # Quantised products run on the native kernels' own threads. Those of torch would still spin for a while after
-        # each of its operations, on the cores that the next kernel needs.
-        torch.set_num_threads(1 if kernels_in_use == "native" and quant else threads)
-        self.load_s = time.perf_counter() - start
-        kv_type = self.model.dtype if kv_dtype == "auto" else DTYPES[kv_dtype]
-        self.kv = self._allocate(block_size, num_blocks, kv_memory, kv_type, max_num_seqs)
+        set_backend(kernels, self.device, threads)
+        self._load(model, quant, dtype, activations, max_model_len, threads)
+        self.kv = self._allocate(block_size, num_blocks, kv_memory, kv_dtype, max_num_seqs)
         pool = BlockPool(self.kv.num_blocks, block_size)
-        cache = PREFIX_CACHES.get(prefix_cache)  # "none" is no class
-        self.scheduler = Scheduler(
-            pool,
-            cache(pool) if cache else None,
-            max_num_seqs,
-            max_num_batched_tokens,
-            self.max_model_len,
-            policy,
-            preemption,
-            chunked,
-            batching,
-            reserve,
-            num_speculative_tokens if speculate is not None else 0,
-        )
+        cache = None if prefix_cache == "none" else PREFIX_CACHES[prefix_cache](pool)
+        limits = (max_num_seqs, max_num_batched_tokens, self.max_model_len)
+        rules = (policy, preemption, chunked, batching, reserve)
+        lookahead = num_speculative_tokens if speculate is not None else 0
+        self.scheduler = Scheduler(pool, cache, *limits, *rules, lookahead)
         if not quiet:
-            layout = (self.config.num_layers, block_size, self.config.num_kv_heads, self.config.head_dim)
-            print(
-                describe_capacity(pool, self.max_model_len, block_bytes(*layout, self.kv.data.element_size())),
-                file=sys.stderr,
-            )
-        eos = frozenset(self.config.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids)
-        printer = (lambda line: print(line, file=sys.stderr)) if trace else None
-        self.engine = Engine(
-            self.model, self.kv, self.scheduler, self.tokenizer, eos, seed, printer, jump_forward, overlap=overlap
-        )
+            say(describe_capacity(pool, self.max_model_len, self.kv.nbytes // self.kv.num_blocks))
+        self.engine = self._engine(seed, trace, jump_forward, overlap)
         self.compiler: LayerCompiler | None = None
         self.graphs: DecodeGraphs | None = None
-
-        def load_draft(name: str) -> tuple[Transformer, Tokenizer]:
-            ckpt = open_checkpoint(name)
-            return self._load(ckpt, draft_quant or quant, dtype, activations), Tokenizer.from_checkpoint(ckpt)
-
-        rejection = verify == "rejection"
-        proposer = make_proposer(speculate, self.engine, load_draft, rejection) if speculate is not None else None
+        proposer = self._proposer(speculate, draft_quant or quant, activations, verify)
         if compile:
             self._compile(quant, max_num_seqs)
         if proposer is not None:
@@ -262,8 +242,27 @@ class LLM:
                 self.engine.abort(request)
         return [request.output() for request in requests]
 
-    def _load(self, ckpt: Checkpoint, quant: str | None, dtype: str, activations: str) -> Transformer:
-        model = Transformer(ckpt, quant, DTYPES[dtype], self.device, self.max_model_len, self._progress)
+    def _load(
+        self, name: str, quant: str | None, dtype: str, activations: str, max_model_len: int | None, threads: int | None
+    ) -> None:
+        """From a name to config, tokenizer and model."""
+        start = time.perf_counter()
+        ckpt = open_checkpoint(name)
+        self.config = ckpt.config
+        self.max_model_len = self._context(max_model_len)
+        if dtype == "auto":
+            dtype = "float32" if self.device.type == "cpu" else ckpt.config.dtype
+        self.tokenizer = Tokenizer.from_checkpoint(ckpt)
+        threads = threads or os.cpu_count() or 1
+        torch.set_num_threads(1)  # loading is many small operations: threads would only wait for each other
+        self.model = self._transformer(ckpt, quant, DTYPES[dtype], activations)
+        # Quantised products run on the native kernels' own threads. Those of torch would still spin for a while after
+        # each of its operations, on the cores that the next kernel needs.
+        torch.set_num_threads(1 if kernels.backend() == "native" and quant else threads)
+        self.load_s = time.perf_counter() - start
+
+    def _transformer(self, ckpt: Checkpoint, quant: str | None, dtype: torch.dtype, activations: str) -> Transformer:
+        model = Transformer(ckpt, quant, dtype, self.device, self.max_model_len, self._progress)
         set_activations(model, activations)
         return model
 
@@ -274,14 +273,14 @@ class LLM:
         return wanted or most
 
     def _allocate(
-        self, block_size: int, num_blocks: int | None, kv_memory: int | None, dtype: torch.dtype, max_num_seqs: int
+        self, block_size: int, num_blocks: int | None, kv_memory: int | None, kv_dtype: str, max_num_seqs: int
     ) -> KVCache:
         """The page pool: num_blocks if given (block 0, the padding, on top), else what the memory budget holds."""
         if block_size < 1 or (num_blocks is not None and num_blocks < 1):
             raise ValueError(f"block_size={block_size} and num_blocks={num_blocks} must be at least 1")
         if num_blocks is not None and kv_memory is not None:
             raise ValueError(f"num_blocks={num_blocks} and kv_memory={kv_memory} both size the pool: give one of them")
-        config = self.config
+        config, dtype = self.config, self.model.dtype if kv_dtype == "auto" else DTYPES[kv_dtype]
         layout = (config.num_layers, block_size, config.num_kv_heads, config.head_dim)
         if num_blocks is not None:
             total = num_blocks + 1
@@ -299,6 +298,22 @@ class LLM:
                 f"a KV pool of {total:,} blocks, {nbytes:,} bytes, cannot be had ({error}): "
                 "lower --num-blocks or --kv-memory"
             ) from None
+
+    def _engine(self, seed: int, trace: bool, jump_forward: bool, overlap: bool) -> Engine:
+        eos = frozenset(self.config.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids)
+        parts = (self.model, self.kv, self.scheduler, self.tokenizer)
+        return Engine(*parts, eos, seed, say if trace else None, jump_forward, overlap=overlap)
+
+    def _proposer(self, speculate: str | None, quant: str | None, activations: str, verify: str) -> Proposer | None:
+        """Who guesses, if anyone; `quant` is that of a draft model."""
+        if speculate is None:
+            return None
+
+        def load(name: str) -> tuple[Transformer, Tokenizer]:
+            ckpt = open_checkpoint(name)
+            return self._transformer(ckpt, quant, self.model.dtype, activations), Tokenizer.from_checkpoint(ckpt)
+
+        return make_proposer(speculate, self.engine, load, verify == "rejection")
 
     def _compile(self, quant: str | None, max_num_seqs: int) -> None:
         """Compile or capture (compiled.py says which when).
@@ -367,6 +382,10 @@ class LLM:
             print(f"\rloading layers {done}/{total}", end=end, file=sys.stderr, flush=True)
 
 
+def say(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
 def choose_device(name: str) -> torch.device:
     """ "auto" is the GPU if torch sees one."""
     if name == "auto":
@@ -383,11 +402,11 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def set_backend(name: str, device: torch.device, threads: int | None) -> str:
-    """Choose the kernels and their threads (None: one for each processor); returns the backend now in use."""
+def set_backend(name: str, device: torch.device, threads: int | None) -> None:
+    """Choose the kernels and their threads (None: one for each processor)."""
     choose("kernels", name, ["native", "reference"])
     kernels.set_threads((os.cpu_count() or 1) if threads is None else threads)
-    return kernels.set_backend("triton" if name == "native" and device.type == "cuda" else name)
+    kernels.set_backend("triton" if name == "native" and device.type == "cuda" else name)
 
 
 if __name__ == "__main__":
