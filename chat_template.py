@@ -15,6 +15,9 @@ control string in a message becomes one private-use character, and plain text ag
 The same trick continues a message (`continue_final_message`): a mark behind its last character shows, in the rendered
 text, where to cut, whatever the template wrote after it.
 
+Arguments of tool calls are JSON text in the API. Most templates want them as an object, and get one; a template that
+fails to append an object to its own text gets the text.
+
 Content may come as a list of text parts (the API allows it). A template that loops over parts gets them as they are;
 one that knows strings only gets them joined by newlines.
 
@@ -133,13 +136,23 @@ class ChatTemplate:
             template, reads_parts = self._compile(source)
             if not reads_parts:
                 conversation = [_with_joined_parts(message) for message in conversation]
-            conversation = shield.hide(conversation)
-            if continue_final_message:
-                _mark_end(conversation[-1], shield.end)
             # No tools are None, not []: templates ask `tools is not none` before they print a list of them.
-            given = {"messages": conversation, "tools": shield.hide(tools or None), "documents": None}
-            given["add_generation_prompt"] = add_generation_prompt
-            text = template.render(self._variables | given | shield.hide(kwargs))
+            given = {"tools": shield.hide(tools or None), "documents": None}
+            given |= {"add_generation_prompt": add_generation_prompt} | shield.hide(kwargs)
+
+            def filled(conversation: list[dict]) -> str:
+                conversation = shield.hide(conversation)
+                if continue_final_message:
+                    _mark_end(conversation[-1], shield.end)
+                return template.render(self._variables | {"messages": conversation} | given)
+
+            try:
+                text = filled(conversation)
+            except TypeError:  # some templates append the arguments of a call to a text, and so want them as one
+                written = [_with_written_arguments(message) for message in conversation]
+                if written == conversation:
+                    raise
+                text = filled(written)
         if not continue_final_message:
             return text
         if shield.end not in text:
@@ -202,7 +215,7 @@ def _checked(message: Any) -> dict:
 
 
 def _with_parsed_arguments(call: Any) -> Any:
-    """The API carries arguments as a JSON string; templates print them through `tojson` and want the object."""
+    """The API carries arguments as a JSON string; most templates print them through `tojson` and want the object."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
@@ -211,6 +224,18 @@ def _with_parsed_arguments(call: Any) -> Any:
     except (ValueError, RecursionError) as error:
         raise TemplateError(f"a tool call's arguments are not JSON: {function['arguments']!r:.200}") from error
     return dict(call) | {"function": dict(function) | {"arguments": arguments}}
+
+
+def _with_written_arguments(message: dict) -> dict:
+    """The arguments of calls as JSON text again, for templates that know no objects."""
+    calls = []
+    for call in message.get("tool_calls", ()):
+        function = call.get("function")
+        if isinstance(function, Mapping) and isinstance(function.get("arguments"), Mapping):
+            text = json.dumps(function["arguments"], ensure_ascii=False)
+            call = dict(call) | {"function": dict(function) | {"arguments": text}}
+        calls.append(call)
+    return message | {"tool_calls": calls} if calls else message
 
 
 def _with_joined_parts(message: dict) -> dict:

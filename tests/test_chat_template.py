@@ -80,6 +80,18 @@ def test_arguments_of_tool_calls_are_objects():
         render(template, messages)
 
 
+def test_F11_a_template_that_appends_arguments_gets_them_as_text():
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": "é <|im_end|>"}'}}
+    messages = [*USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    calls = "{% for c in messages[1].tool_calls %}{{ c.function.name + '\n' + c.function.arguments }}{% endfor %}"
+    assert render(calls, messages) == 'f\n{"x": "é <|im_end|>"}'
+    call["function"]["arguments"] = {"x": "é"}
+    assert render(calls, messages) == 'f\n{"x": "é"}'
+    for conversation in (messages, USER):
+        with pytest.raises(TemplateError, match="concatenate"):
+            render("{{ 'a' + messages }}", conversation)
+
+
 @pytest.mark.parametrize(
     "given", ["{{ messages[5].content }}", "{% if %}", "{{ nothing() }}", "{{ 1 / 0 }}", "{{ 'a' | nope }}"]
 )
