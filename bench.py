@@ -46,6 +46,7 @@ import simulate
 from bench_lab import decode, prefill_rate
 from bench_peers import medians
 from cli import add_engine_flags, engine_arguments
+from commands import as_command
 from generate import LLM
 from kv_paged import blocks_needed
 from roofline import decode_floor, read_bandwidth
@@ -161,8 +162,7 @@ def run_profile(args: argparse.Namespace) -> int:
 
 
 def run_simulate(argv: list[str]) -> int:
-    simulate.main(argv if "--cost" in argv else ["--simulate", *argv])
-    return 0
+    return simulate.main(argv if "--cost" in argv else ["--simulate", *argv])
 
 
 OTHERS = {  # commands with a parser of their own: {name: (run, what it is)}
@@ -263,19 +263,13 @@ def engine_flags(args: argparse.Namespace) -> list[str]:
     return flags
 
 
+@as_command
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    try:
-        if argv[:1] and argv[0] in OTHERS:
-            return OTHERS[argv[0]][0](argv[1:])
-        args = parse_arguments(argv)
-        return args.run(args)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
+    if argv[:1] and argv[0] in OTHERS:
+        return OTHERS[argv[0]][0](argv[1:])
+    args = parse_arguments(argv)
+    return args.run(args)
 
 
 if __name__ == "__main__":

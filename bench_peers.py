@@ -35,6 +35,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from commands import as_command
+
 
 def random_prompt(vocab_size: int, length: int, seed: int) -> list[int]:
     draw = random.Random(seed)
@@ -252,6 +254,7 @@ def medians_of(name: str, command: list[str], batches: list[int]) -> dict[str, f
     return rows
 
 
+@as_command
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("bench_peers.py", description="Measure another engine.")
     parser.add_argument("engine", choices=list(ENGINES))
@@ -259,11 +262,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, default in (("prompt", 512), ("gen", 128), ("repeat", 3), ("threads", 2)):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], metavar="B")
-    try:
-        print(json.dumps(measure(parser.parse_args(argv))))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    print(json.dumps(measure(parser.parse_args(argv))))
     return 0
 
 

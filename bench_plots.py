@@ -31,6 +31,7 @@ from xml.sax.saxutils import escape
 import bench_pictures as pictures
 from bench_pictures import STYLE
 from bench_plot_data import GATHER, Bench, Sizes
+from commands import as_command
 
 
 @dataclass(frozen=True)
@@ -183,13 +184,10 @@ def draw_kept(name: str, data: dict, folder: Path, file: Path) -> str:
         ) from error
 
 
+@as_command
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    try:
-        found = run(args, Bench(args.model, args.threads, Sizes()))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    found = run(args, Bench(args.model, args.threads, Sizes()))
     print(json.dumps(found) if args.json else "\n".join(f"{name:12} {text}" for name, text in found.items()))
     return 0
 

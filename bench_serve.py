@@ -51,6 +51,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import bench_peers
+from commands import as_command
 
 WORDS = "time year people way day man thing woman life child world school state family student group country".split()
 QUANTILES = (50, 95, 99)
@@ -414,17 +415,14 @@ def wait_for_address(child: subprocess.Popen) -> str:
     raise ValueError(f"serve.py did not start: {''.join(said)[-500:].strip()}")
 
 
+@as_command
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "bench_serve.py", description="Load a server; all other flags go to serve.py.", allow_abbrev=False
     )
     add_arguments(parser)
     args, engine_flags = parser.parse_known_args(argv)
-    try:
-        return run(args, engine_flags)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return run(args, engine_flags)
 
 
 if __name__ == "__main__":

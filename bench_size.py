@@ -39,7 +39,7 @@ import torch
 
 import kernels
 from checkpoint import Checkpoint, open_checkpoint
-from cli import flag, value_of
+from commands import as_command, flag, value_of
 from config import ModelConfig, tensor_shapes
 from generate import DTYPES
 from kv_paged import block_bytes, blocks_for_budget, blocks_needed, free_memory, parse_memory
@@ -292,13 +292,10 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError("--tied is about the tables: give --hidden and --vocab too")
 
 
+@as_command
 def main(argv: list[str] | None = None) -> int:
-    try:
-        args = parse(argv)
-        figures = size(args)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    args = parse(argv)
+    figures = size(args)
     print(json.dumps(figures) if args.json else table(figures))
     return 0
 

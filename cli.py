@@ -15,11 +15,11 @@ import argparse
 import dataclasses
 import inspect
 import json
-import os
 import statistics
 import sys
 import time
 
+from commands import as_command, flag, value_of
 from generate import LLM
 from kv_paged import block_bytes, parse_memory
 from request import CompletionOutput, Request, RequestOutput
@@ -30,22 +30,6 @@ DEFAULT_PROMPT = "Once upon a time"
 SHARED = ("seed",)  # also an argument of LLM, which draws each request's seed from it
 JSON_FIELDS = ("logit_bias", "json_schema", "choice")  # given as JSON text
 LIST_FIELDS = {"stop": str, "stop_token_ids": int}  # given as one or more words
-
-
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def value_of(read):
-    """A type for argparse that keeps the cause: of a plain ValueError it shows the name of the function only."""
-
-    def convert(text: str):
-        try:
-            return read(text)
-        except (ValueError, RecursionError) as error:
-            raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
-
-    return convert
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -294,21 +278,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+@as_command
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
-    try:
-        sampling_params(args)  # refuse before loading anything
-        prompts = None if args.prompts_file is None else read_prompts(args.prompts_file)
-        llm = LLM(**engine_arguments(args), quiet=False)
-        if args.chat:
-            return run_chat(llm, args)
-        return run_prompt(llm, args) if prompts is None else run_file(llm, args, prompts)
-    except BrokenPipeError:  # whoever read stdout has left: nothing to say, and nobody to say it to
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush would fail
-        return 1
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
+    sampling_params(args)  # refuse before loading anything
+    prompts = None if args.prompts_file is None else read_prompts(args.prompts_file)
+    llm = LLM(**engine_arguments(args), quiet=False)
+    if args.chat:
+        return run_chat(llm, args)
+    return run_prompt(llm, args) if prompts is None else run_file(llm, args, prompts)

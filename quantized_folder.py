@@ -44,6 +44,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from checkpoint import QUANT_KEY, Checkpoint, ModelConfig, open_checkpoint
+from commands import as_command
 from config import from_hf
 from quant_rows import Scheme, parse_scheme, stored_layout
 from quantize import VERSION, load_rows, scheme_for
@@ -253,6 +254,7 @@ def hf_config(config: ModelConfig) -> dict:
     return found
 
 
+@as_command
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -266,14 +268,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--force", action="store_true", help="replace --out if this command wrote it before")
     args = parser.parse_args(argv)
     start = time.perf_counter()
-    try:
-        out = save_quantized(args.model, args.quant, args.out, args.force, draw_bar)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
-        return 130
+    out = save_quantized(args.model, args.quant, args.out, args.force, draw_bar)
     size = (out / WEIGHTS).stat().st_size
     print(f"{out}: {size / 1e6:.1f} MB of weights as {args.quant}, in {time.perf_counter() - start:.1f} s")
     return 0

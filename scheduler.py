@@ -408,4 +408,4 @@ class Scheduler:
 if __name__ == "__main__":
     import simulate
 
-    simulate.main()
+    raise SystemExit(simulate.main())

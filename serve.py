@@ -42,6 +42,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from cli import add_engine_flags, engine_arguments
+from commands import as_command
 from engine_thread import EngineThread, Unavailable
 from generate import LLM
 from http_guard import ApiError, ApiKey, BodyLimit, EventStream, LocalHost, on_error
@@ -234,20 +235,17 @@ def named_models(given: list[str]) -> dict[str, str]:
     return named
 
 
+@as_command
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    try:
-        models = {}
-        for name, model in named_models(args.models).items():
-            models[name] = LLM(**(engine_arguments(args) | {"model": model}), quiet=False)
-        limits = Limits(args.max_body, args.max_choices, args.stall)
-        local = args.host in LOOPBACK
-        app = build_app(models, limits, args.max_queue, args.api_key, tuple(args.cors_origin), args.log_prompts, local)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    models = {}
+    for name, model in named_models(args.models).items():
+        models[name] = LLM(**(engine_arguments(args) | {"model": model}), quiet=False)
+    limits = Limits(args.max_body, args.max_choices, args.stall)
+    local = args.host in LOOPBACK
+    app = build_app(models, limits, args.max_queue, args.api_key, tuple(args.cors_origin), args.log_prompts, local)
     if not local and not args.api_key:
         print(f"warning: {args.host} can be reached from outside, and there is no --api-key", file=sys.stderr)
 

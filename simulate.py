@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import log
 
+from commands import as_command
 from kv_paged import BlockPool
 from policies import POLICIES
 from radix import PREFIX_CACHES
@@ -361,21 +362,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def main(argv: list[str] | None = None) -> None:
+@as_command
+def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if args.cost:
         print_planning_cost(args.json)
-        return
-    try:
-        simulation = Simulation(args)
-        simulation.run()
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    except BrokenPipeError:  # --trace | head
-        sys.stderr.close()
-        sys.exit(0)
+        return 0
+    simulation = Simulation(args)
+    simulation.run()
     report = simulation.report()
     if args.json:
         print(json.dumps(report))
     else:
         print_report(report)
+    return 0

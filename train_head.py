@@ -44,6 +44,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import kernels
+from commands import as_command
 from draft_head import EPS, head_shapes, save_head
 from generate import LLM
 from head_texts import held_out, write_texts
@@ -414,14 +415,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+@as_command
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    try:
-        run_train(args) if args.command == "train" else run_measure(args)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
+    run_train(args) if args.command == "train" else run_measure(args)
     return 0

@@ -285,12 +285,12 @@ def test_the_command_line(llama, tmp_path, capsys):
     out = tmp_path / "q"
     assert quantize.main(["--model", str(llama), "--quant", "int8", "--out", str(out)]) == 0
     assert "int8" in capsys.readouterr().out and open_checkpoint(out).quant["scheme"] == "int8"
-    assert quantize.main(["--model", str(llama), "--quant", "int8", "--out", str(out)]) == 1
+    assert quantize.main(["--model", str(llama), "--quant", "int8", "--out", str(out)]) == 2
     assert "--force" in capsys.readouterr().err
-    assert quantize.main(["--model", str(llama), "--quant", "int5", "--out", str(tmp_path / "r")]) == 1
+    assert quantize.main(["--model", str(llama), "--quant", "int5", "--out", str(tmp_path / "r")]) == 2
     shown = capsys.readouterr()
     assert "'int5'" in shown.err and "int4-g64" in shown.err and not shown.out
-    assert quantize.main(["--model", str(tmp_path / "nothing"), "--out", str(tmp_path / "r")]) == 1
+    assert quantize.main(["--model", str(tmp_path / "nothing"), "--out", str(tmp_path / "r")]) == 2
     assert "nothing" in capsys.readouterr().err
 
 
