@@ -18,7 +18,7 @@ measured through the engine as a user drives it, scheduling, sampling and detoke
 Every figure is printed for every repetition, never only the best one. `versus` alternates with other programs (A B C
 A B C ...) that print the same JSON keys, because a shared machine drifts: only ratios within one run mean anything.
 bench_peers.py drives transformers and llama.cpp for it.
-Every command takes --json: one object on stdout, and nothing else.
+Every command takes --json: one object on stdout, and nothing else. A flag that a command cannot use is refused by name.
 """
 
 from __future__ import annotations
@@ -45,11 +45,16 @@ import kernels
 import simulate
 from bench_lab import decode, prefill_rate
 from bench_peers import medians
-from cli import add_engine_flags, engine_arguments
-from commands import as_command
+from cli import add_engine_flags, engine_arguments, engine_rules
+from commands import as_command, flag, given, refuse_unused
 from generate import LLM
 from kv_paged import blocks_needed
 from roofline import decode_floor, read_bandwidth
+
+SCORING = (  # what of the engine a perplexity depends on: one prompt is computed, and nothing is drawn
+    "model quant dtype device block_size num_blocks kv_memory kv_dtype max_model_len max_num_batched_tokens reserve "
+    "chunked kernels threads trace"
+)
 
 
 def measure(args: argparse.Namespace) -> dict:
@@ -76,6 +81,9 @@ def check_room(llm: LLM, batch: int, gen: int) -> None:
     length, size = 16 + gen + 2, llm.kv.block_size
     if length > llm.max_model_len:
         raise ValueError(f"--gen {gen} after 16 tokens needs a context of {length}, not {llm.max_model_len}: lower it")
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        if (seats := getattr(llm.scheduler, name)) < batch:
+            raise ValueError(f"--batch {batch} sequences in one step do not fit in {flag(name)} {seats}: raise it")
     if (needed := batch * blocks_needed(length, size)) > llm.scheduler.pool.total:
         raise ValueError(
             f"--batch {batch} of {length} tokens needs {needed} blocks, and the pool has {llm.scheduler.pool.total}: "
@@ -202,13 +210,13 @@ def run_start(args: argparse.Namespace) -> int:
     return 0
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("bench.py", description="Measure the vitrine engine.")
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(name: str, run: Callable, about: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=about)
-        sub.set_defaults(run=run)
+        sub.set_defaults(run=run, parser=sub)
         sub.add_argument("--json", action="store_true")
         add_engine_flags(sub)
         return sub
@@ -238,28 +246,42 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for name, (_, about) in OTHERS.items():
         commands.add_parser(name, help=about, add_help=False)
     args = parser.parse_args(argv)
+    args.given = given(args.parser, argv[1:], args)
     for name in ("prompt", "gen", "repeat", "rounds", "threads"):
         if (value := getattr(args, name, None)) is not None and value < 1:
             parser.error(f"--{name} must be at least 1, got {value}")
     if min(getattr(args, "batch", [1])) < 1:
         parser.error(f"--batch takes sizes of at least 1, got {args.batch}")
-    if args.max_num_seqs > 0:  # what means nothing is LLM's to refuse
-        args.max_num_seqs = max(args.max_num_seqs, *getattr(args, "batch", [1]), 1)
-    if args.max_num_batched_tokens > 0:
-        args.max_num_batched_tokens = max(args.max_num_batched_tokens, getattr(args, "prompt", 1))
+    check_given(args)
+    batches = getattr(args, "batch", [1])
+    if "max_num_seqs" not in args.given:
+        args.max_num_seqs = max(args.max_num_seqs, *batches)
+    if "max_num_batched_tokens" not in args.given:
+        args.max_num_batched_tokens = max(args.max_num_batched_tokens, getattr(args, "prompt", 1), *batches)
     args.forwarded = engine_flags(args)
     return args
 
 
+def check_given(args: argparse.Namespace) -> None:
+    """Refuse flags of the engine that this command would take and not use."""
+    unscored = [name for name in engine_arguments(args) if name not in SCORING.split()]
+    refuse_unused(
+        args.given,
+        (unscored, args.command != "perplexity", "a text is scored in one plain request; leave it out"),
+        *(engine_rules(args) if args.command != "claims" else []),
+        (["seed"], args.command == "claims", "prompts are the same each time and answers not drawn; leave it out"),
+        (["trace"], args.command not in ("start", "versus"), "the engine's lines are not shown; leave it out"),
+    )
+
+
 def engine_flags(args: argparse.Namespace) -> list[str]:
-    """The engine's arguments as the flags that would have given them, for the child process of `versus`."""
+    """The flags of the engine that were given, for a child process; its threads are passed on elsewhere."""
     flags = []
     for name, value in engine_arguments(args).items():
-        flag = "--" + name.replace("_", "-")
-        if isinstance(value, bool):
-            flags.append(flag if value else "--no-" + flag[2:])
-        elif value is not None and name != "threads":
-            flags += [flag, str(value)]
+        if name in args.given and isinstance(value, bool):
+            flags.append(flag(name) if value else flag("no_" + name))
+        elif name in args.given and name != "threads":
+            flags += [flag(name), str(value)]
     return flags
 
 

@@ -24,7 +24,6 @@ Sources: the paper of each mechanism stands beside its claim, in the file of its
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import os
 import shutil
@@ -42,7 +41,7 @@ import bench_sharing
 import bench_speed
 from bench_lab import FULL, QUICK, Claim, Lab, median
 from cli import engine_arguments
-from generate import LLM
+from commands import refuse_unused
 
 CLAIMS: dict[str, Claim] = {
     name: claim
@@ -234,13 +233,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    defaults = {name: parameter.default for name, parameter in inspect.signature(LLM).parameters.items()}
-    for name in FLIPPED.split():
-        if getattr(args, name) != defaults[name]:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} {getattr(args, name)}: the experiments set this themselves; leave it out")
-    if args.fresh and not args.out:
-        raise ValueError("--fresh measures again what --out has: give --out as well")
+    shown = args.out or args.readme or args.json
+    refuse_unused(
+        args.given,
+        (FLIPPED.split(), False, "the experiments set it themselves; leave it out"),
+        (["fresh"], args.out, "it measures again what --out has; give --out as well"),
+        (["machine"], shown, "only files and JSON say it; add --out, --readme or --json"),
+    )
 
 
 def begin(args: argparse.Namespace, settings: dict) -> dict:

@@ -31,7 +31,7 @@ from xml.sax.saxutils import escape
 import bench_pictures as pictures
 from bench_pictures import STYLE
 from bench_plot_data import GATHER, Bench, Sizes
-from commands import as_command
+from commands import as_command, given, refuse_unused
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--out {args.out}: name a folder, beside which its data can lie")
     if args.threads < 1:
         parser.error(f"--threads {args.threads}: must be at least 1")
+    unmeasured = (["model", "threads"], not args.redraw, "--redraw measures nothing; leave them out")
+    refuse_unused(given(parser, argv, args), unmeasured)
     return args
 
 

@@ -51,7 +51,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import bench_peers
-from commands import as_command
+from commands import as_command, given, refuse_unused
 
 WORDS = "time year people way day man thing woman life child world school state family student group country".split()
 QUANTILES = (50, 95, 99)
@@ -273,7 +273,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true")
 
 
-def check_arguments(args: argparse.Namespace, engine_flags: list[str]) -> None:
+def check_arguments(args: argparse.Namespace, engine_flags: list[str], words: set[str]) -> None:
+    """Refuse values that mean nothing, and flags (`words`: those given) that do not belong to this load."""
+    refuse_unused(
+        words,
+        (["shared"], args.workload == "shared", "add --workload shared"),
+        (["turns"], args.workload == "turns", "add --workload turns"),
+        (["concurrency"], args.rate is None and args.rates is None, "at a rate there is no such limit; leave it out"),
+        (["rounds"], args.peer, "it counts turns with a --peer; name one"),
+    )
     for name in ("concurrency", "requests", "prompt", "gen", "shared", "turns", "rounds", "threads"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name}={getattr(args, name)}: must be at least 1")
@@ -290,8 +298,6 @@ def check_arguments(args: argparse.Namespace, engine_flags: list[str]) -> None:
     own = [f"--{name}" for name in ("model", "threads") if getattr(args, name) is not None and not args.peer]
     if args.url and engine_flags + own:
         raise ValueError(f"{' '.join(engine_flags + own)}: the server at --url has its own settings; leave them out")
-    if args.rounds and not args.peer:
-        raise ValueError("--rounds counts turns with a --peer: name one")
     if sum(map(bool, (args.rate, args.rates, args.peer))) > 1:
         raise ValueError("--rate, --rates and --peer (a closed loop) are three ways to load a server: choose one")
     if args.plot and (args.rates or args.peer):
@@ -382,6 +388,7 @@ def server(args: argparse.Namespace, engine_flags: list[str]) -> Iterator[str]:
     command = [sys.executable, str(Path(__file__).with_name("serve.py")), "--port", "0", *engine_flags]
     command += [word for model in args.model or [] for word in ("--model", model)]
     command += ["--threads", str(args.threads)] if args.threads else []
+    command += ["--api-key", args.api_key] if args.api_key else []
     child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         yield wait_for_address(child)
@@ -392,7 +399,6 @@ def server(args: argparse.Namespace, engine_flags: list[str]) -> Iterator[str]:
 
 def run(args: argparse.Namespace, engine_flags: list[str]) -> int:
     """Measure the server at --url, or one that is started for it."""
-    check_arguments(args, engine_flags)
     with server(args, engine_flags) as url:
         if args.rates or args.peer:
             result = sweep(args, url) if args.rates else beside(args, url)
@@ -422,6 +428,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     add_arguments(parser)
     args, engine_flags = parser.parse_known_args(argv)
+    check_arguments(args, engine_flags, given(parser, argv, args))
     return run(args, engine_flags)
 
 

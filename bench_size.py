@@ -39,7 +39,7 @@ import torch
 
 import kernels
 from checkpoint import Checkpoint, open_checkpoint
-from commands import as_command, flag, value_of
+from commands import as_command, flag, given, refuse_unused, value_of
 from config import ModelConfig, tensor_shapes
 from generate import DTYPES
 from kv_paged import block_bytes, blocks_for_budget, blocks_needed, free_memory, parse_memory
@@ -259,6 +259,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, metavar="N", help="of the two measurements")
     args = parser.parse_args(argv)
     check(args)
+    unmeasured = "--bandwidth and --gflops leave nothing to measure; leave it out"
+    refuse_unused(given(parser, argv, args), (["threads"], not (args.bandwidth and args.gflops), unmeasured))
     return args
 
 

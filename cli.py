@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 
-from commands import as_command, flag, value_of
+from commands import as_command, flag, given, refuse_unused, value_of
 from generate import LLM
 from kv_paged import block_bytes, parse_memory
 from request import CompletionOutput, Request, RequestOutput
@@ -48,6 +48,15 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         else:
             kind = int if kind.startswith("int") else str
             group.add_argument(flag(name), type=kind, default=parameter.default, help=f"default {parameter.default}")
+
+
+def engine_rules(args: argparse.Namespace) -> list[tuple]:
+    """What LLM takes and needs only beside something else: rules for `refuse_unused`."""
+    drafts = (args.speculate or "").startswith(("draft:", "self:"))
+    return [
+        (["num_speculative_tokens"], args.speculate, "nothing is guessed; add --speculate"),
+        (["verify"], drafts, "only a model's guesses have a distribution; add --speculate draft:M or self:K"),
+    ]
 
 
 def engine_arguments(args: argparse.Namespace) -> dict:
@@ -274,6 +283,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--system belongs to --chat")
     if args.json and args.chat:
         parser.error("--json and --chat do not go together")
+    refuse_unused(
+        given(parser, argv, args),
+        *engine_rules(args),
+        (["n"], not args.chat, "a conversation goes on from one answer; leave it out"),
+        (["logprobs", "prompt_logprobs"], args.json, "only --json shows them; add it"),
+    )
     args.prompt = DEFAULT_PROMPT if args.prompt is None else args.prompt
     return args
 

@@ -41,8 +41,8 @@ from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Res
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from cli import add_engine_flags, engine_arguments
-from commands import as_command
+from cli import add_engine_flags, engine_arguments, engine_rules
+from commands import as_command, given, refuse_unused
 from engine_thread import EngineThread, Unavailable
 from generate import LLM
 from http_guard import ApiError, ApiKey, BodyLimit, EventStream, LocalHost, on_error
@@ -181,7 +181,7 @@ class Server(uvicorn.Server):
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     about = "Serve models over HTTP, as OpenAI's API. --model [NAME=]M may be given several times."
-    parser = argparse.ArgumentParser("serve.py", description=about)
+    parser = argparse.ArgumentParser("serve.py", description=about, allow_abbrev=False)
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 is everywhere (set a key)")
     group.add_argument("--port", type=int, default=8000)
@@ -206,9 +206,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add_engine_flags(parser)
     several = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # the one flag that means more here
     several.add_argument("--model", action="append")
-    given, rest = several.parse_known_args(argv)
+    named, rest = several.parse_known_args(argv)
     args = parser.parse_args(rest)
-    args.models = given.model or [args.model]
+    refuse_unused(given(parser, rest, args), *engine_rules(args))
+    args.models = named.model or [args.model]
     if not args.stall > 0:
         parser.error(f"--stall must be more than 0, got {args.stall}")
     for name, most in (("port", 65535), ("max_queue", 1e9), ("drain", 1e9)):

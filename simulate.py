@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import log
 
-from commands import as_command
+from commands import as_command, given, refuse_unused
 from kv_paged import BlockPool
 from policies import POLICIES
 from radix import PREFIX_CACHES
@@ -359,6 +359,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be from {least:g} to {most:g}")
     if not 0 < args.prefix_len < args.max_model_len - 1:
         parser.error(f"--prefix-len {args.prefix_len}: must be positive and leave room in --max-model-len")
+    words = given(parser, argv, args)
+    refuse_unused(
+        words,
+        (words - {"cost", "json"}, args.simulate, "--cost has a workload of its own; leave them out"),
+        (["prefix_len", "prefix_share"], args.prefixes, "no prefixes are shared; raise --prefixes"),
+        (["think_time"], args.turns > 1, "a conversation has one turn; raise --turns"),
+        (["swap_cost"], args.preemption == "swap", "nothing is swapped; add --preemption swap"),
+    )
     return args
 
 

@@ -117,6 +117,55 @@ def test_sequences_that_would_end_early_or_wait_are_refused(folder, capsys, comm
     assert "needs 8 blocks, and the pool has 7" in printed.err and not printed.out
 
 
+@pytest.mark.parametrize("name", ["--max-num-seqs", "--max-num-batched-tokens"])
+def test_a_step_too_small_for_the_batch_is_refused_and_not_enlarged(folder, capsys, name):
+    flags = ["--model", folder, "--kernels", "reference", "--num-blocks", "40", "--batch", "3", "--gen", "4"]
+    assert bench.main(["decode", *flags, name, "2"]) == 2
+    assert f"--batch 3 sequences in one step do not fit in {name} 2" in capsys.readouterr().err
+
+
+def test_a_budget_that_is_given_is_the_one_measured():
+    words = ["decode", "--prompt", "600", "--batch", "3"]
+    assert bench.parse_arguments(words).max_num_batched_tokens == 600
+    assert bench.parse_arguments([*words, "--max-num-batched-tokens", "512"]).max_num_batched_tokens == 512
+
+
+SCORED_ALONE = ["--compile", "--no-compile", "--prefix-cache=radix", "--activations=int8", "--seed=0", "--policy=fcfs"]
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "named"),
+    [
+        *(("perplexity", flag, flag.replace("no-", "").partition("=")[0]) for flag in SCORED_ALONE),
+        *((command, "--seed=1", "--seed") for command in ("decode", "profile", "start")),
+        ("decode", "--num-speculative-tokens=5", "--num-speculative-tokens"),
+        ("start", "--trace", "--trace"),
+        ("claims", "--machine=this one", "--machine"),
+    ],
+)
+def test_flags_that_a_command_cannot_use_are_refused(command, given, named, capsys):
+    assert bench.main([command, "--model", "never loaded", given]) == 2
+    assert f"error: {named} would change nothing here: " in capsys.readouterr().err
+
+
+def test_only_what_was_given_is_passed_on():
+    words = [
+        "start",
+        "--quant",
+        "int4",
+        "--no-chunked",
+        "--compile",
+        "--kv-memory",
+        "2G",
+        "--threads",
+        "2",
+        "--repeat",
+        "1",
+    ]
+    passed_on = bench.parse_arguments(words).forwarded
+    assert passed_on == ["--quant", "int4", "--compile", "--kv-memory", str(2 << 30), "--no-chunked"]
+
+
 def test_engine_flags_that_mean_nothing_are_not_raised_to_what_is_needed(folder, capsys):
     for flag in ("--max-num-seqs", "--max-num-batched-tokens"):
         assert bench.main(["decode", "--model", folder, flag, "0"]) == 2

@@ -168,6 +168,9 @@ def test_redrawing_measures_nothing(data, tmp_path, monkeypatch, capsys):
     assert bench.main([*flags, "--json"]) == 0
     assert "in order of arrival" in json.loads(capsys.readouterr().out)["hit-rate"]
     assert (tmp_path / "p" / "hit-rate.svg").exists()
+    for flag in (["--model", "smollm2"], ["--threads", "2"]):
+        assert bench.main([*flags, *flag]) == 2
+        assert f"{flag[0]} would change nothing here: --redraw measures nothing" in capsys.readouterr().err
     assert bench.main([*flags, "load"]) == 2 and "no data for load: leave out --redraw" in capsys.readouterr().err
 
 

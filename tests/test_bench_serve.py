@@ -31,7 +31,8 @@ def figures(capsys, *flags: str) -> dict:
 @pytest.mark.parametrize("workload, answers", [("plain", 6), ("shared", 6), ("turns", 12)])
 def test_every_workload_in_both_ways(server, capsys, arrival, workload, answers):
     hits = server.in_engine(server.llm().stats)["hit_tokens"]
-    flags = ["--url", server.url, *arrival, "--workload", workload, "--turns", "2", "--shared", "40"]
+    flags = ["--url", server.url, *arrival, "--workload", workload]
+    flags += {"plain": [], "shared": ["--shared", "40"], "turns": ["--turns", "2"]}[workload]
     result = figures(capsys, *flags, "--ttft-bound", "1e9", "--tpot-bound", "1e9", "--load-seed", str(len(arrival[0])))
     assert (result["requests"], result["failed"]) == (answers, 0)
     assert result["tokens_s"] * result["seconds"] == pytest.approx(5 * answers)
@@ -91,7 +92,11 @@ def test_a_peer_takes_turns_with_the_server(server, tmp_path, capsys):
         (["--rates", "1", "--rate", "2"], "choose one"),
         (["--rates", "1", "--peer", "transformers"], "choose one"),
         (["--rates", "1", "--plot", "x.png"], "--plot draws one load"),
-        (["--rounds", "2"], "name one"),
+        (["--rounds", "2"], "--rounds would change nothing here: it counts turns with a --peer; name one"),
+        (["--turns", "4"], "--turns would change nothing here: add --workload turns"),
+        (["--workload", "turns", "--shared", "9"], "--shared would change nothing here: add --workload shared"),
+        (["--rate", "4", "--concurrency", "8"], "--concurrency would change nothing"),
+        (["--rates", "4", "--concurrency", "8"], "--concurrency would change nothing"),
         (["--url", "http://127.0.0.1:1", "--quant", "int4"], "--quant int4: the server at --url"),
         (["--url", "http://127.0.0.1:1", "--threads", "2"], "threads: the server at --url"),
     ],
@@ -105,6 +110,13 @@ def test_a_server_of_its_own_and_a_plot(tmp_path, capsys):
     flags = ["--model", str(folder()), "--threads", "1", "--kernels", "reference", "--plot", str(tmp_path / "x.png")]
     assert figures(capsys, *flags)["failed"] == 0
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_server_of_its_own_has_the_key_that_clients_send():
+    args = SimpleNamespace(url=None, model=[str(folder())], threads=1, api_key="secret")
+    with bench_serve.server(args, ["--kernels", "reference"]) as url:
+        assert "401" in asyncio.run(bench_serve.ask(url, None, {})).error
+        assert "400" in asyncio.run(bench_serve.ask(url, "secret", {})).error
 
 
 def test_a_server_that_does_not_start_says_why():

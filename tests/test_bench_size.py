@@ -133,6 +133,7 @@ def test_text_says_what_fits(capsys):
         ([*SHAPE, "--hidden", "64", "--intermediate", "9", "--vocab", "9", "--heads", "4"], "must divide --heads 4"),
         (["--params", "8e9", *SHAPE, "--concurrency", "0"], "--concurrency 0"),
         (["--model", "smollm2", "--params", "8e9"], "a shape of its own: leave out --params"),
+        (["--params", "8e9", *SHAPE, "--threads", "2"], "--threads would change nothing here"),
         (["--model", "no-such-model"], "No model 'no-such-model'"),
     ],
 )

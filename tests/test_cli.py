@@ -128,6 +128,10 @@ def test_F32_a_flag_that_cannot_be_read_says_why(folder, capsys, arguments, name
         (["--device", "mps"], "device='mps'"),
         (["--device", "meta"], "device='meta'"),
         (["--num-blocks", str(10**15)], "lower --num-blocks"),
+        (["--num-speculative-tokens", "5"], "--num-speculative-tokens would change nothing here"),
+        (["--verify", "rejection", "--speculate", "ngram"], "--verify would change nothing here"),
+        (["--logprobs", "2", "--prompt-logprobs", "0"], "--logprobs, --prompt-logprobs would change nothing here"),
+        (["--chat", "--n", "2"], "--n would change nothing here"),
     ],
 )
 def test_no_flag_is_accepted_and_ignored(folder, capsys, arguments, named):

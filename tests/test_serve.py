@@ -374,4 +374,6 @@ def test_the_command_line():
     for flags in (["--port", "-1"], ["--max-body", "0"], ["--drain", "-3"], ["--no-such-flag"], *bad):
         with pytest.raises(SystemExit):
             parse_arguments(flags)
+    with pytest.raises(ValueError, match="--verify would change nothing here"):
+        parse_arguments(["--verify", "rejection"])
     assert main(["--model", "no-such-model"]) == 2

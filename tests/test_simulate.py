@@ -86,6 +86,25 @@ def test_F64_a_workload_that_means_nothing_is_refused(flag, value, capsys):
         assert f"--{flag} {float(text)}: must be from" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (
+            ["--cost", "--policy", "lpm", "--requests", "10000"],
+            "--policy, --requests would change nothing here: --cost",
+        ),
+        (["--cost", "--trace"], "--trace"),
+        (["--simulate", "--prefixes", "0", "--prefix-len", "9"], "--prefix-len would change nothing here: no prefixes"),
+        (["--simulate", "--turns", "1", "--think-time", "1"], "--think-time"),
+        (["--simulate", "--swap-cost", "1"], "add --preemption swap"),
+    ],
+)
+def test_flags_without_effect_are_refused(flags, named, capsys, monkeypatch):
+    monkeypatch.setattr(simulate, "print_planning_cost", lambda as_json: pytest.fail("it was measured"))
+    assert simulate.main(flags) == 2
+    assert named in capsys.readouterr().err
+
+
 def test_planning_cost_is_measured_on_the_real_scheduler(monkeypatch):
     planned = []
     schedule = Scheduler.schedule
