@@ -32,7 +32,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from math import log2, prod
 from pathlib import Path
 
@@ -51,6 +52,7 @@ from speculative import StepCost
 
 SHIPPED = Path(__file__).with_name("data") / "smollm2_head.safetensors"  # for the default model
 KEY, VERSION = "vitrine_draft_head", 1  # metadata entry of the file
+ENTRIES = {"target": str, "fingerprint": str, "hidden": int, "vocab": int, "kept": int, "training": dict}  # in it
 EPS = 1e-5  # of the head's norms
 
 
@@ -88,17 +90,43 @@ def read_head(path: str | Path) -> tuple[dict[str, Tensor], dict]:
         raise ValueError(f"there is no draft head {str(path)!r}; train one: python speculative.py train --out F")
     try:
         with safe_open(str(path), framework="pt") as file:
-            about = json.loads((file.metadata() or {}).get(KEY, "null"))
+            entry = (file.metadata() or {}).get(KEY, "null")
             weights = {name: file.get_tensor(name) for name in file.keys()}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} cannot be read as safetensors ({error}): get or train it again") from None
+    try:
+        about = json.loads(entry)
+    except (ValueError, RecursionError):
+        about = None
     if not isinstance(about, dict) or about.get("version") != VERSION:
         raise ValueError(f"{path} is no draft head of version {VERSION}: it has no such {KEY} entry in its header")
-    shapes = {name: tuple(w.shape) for name, w in weights.items()}
-    down = shapes.get("down", (0, 0))
-    if len(down) != 2 or shapes != head_shapes(about["hidden"], down[1], about["kept"]):
-        raise ValueError(f"{path} is damaged: its tensors {shapes} are not those of a head; get or train it again")
+    for what in chain(wrong_entries(about), wrong_tensors(weights, about)):
+        raise ValueError(f"{path} is damaged: {what}; get or train it again")
     return weights, about
+
+
+def wrong_entries(about: dict) -> Iterator[str]:
+    """What is wrong with what a head's file says about it."""
+    for name, kind in ENTRIES.items():
+        value = about.get(name)
+        if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or value < 1)):
+            wanted = "positive number" if kind is int else kind.__name__
+            yield f"the {name!r} of its {KEY} entry is {repr(value)[:60]}, no {wanted}"
+
+
+def wrong_tensors(weights: dict[str, Tensor], about: dict) -> Iterator[str]:
+    """What is wrong with the weights beside right entries."""
+    down = weights.get("down", torch.empty(0, 0))
+    shapes = head_shapes(about["hidden"], down.shape[-1] if down.dim() else 0, about["kept"])
+    if odd := weights.keys() ^ shapes.keys():
+        yield f"its tensors {sorted(weights)} are not those of a head ({', '.join(sorted(odd))})"
+        return
+    for name, shape in shapes.items():
+        w, dtype = weights[name], torch.int32 if name == "kept" else torch.float16
+        if tuple(w.shape) != shape or w.dtype != dtype:
+            yield f"its tensor {name!r} is {w.dtype} {list(w.shape)}, not {dtype} {list(shape)}"
+        elif not torch.isfinite(w).all():
+            yield f"its tensor {name!r} holds NaN or infinity"
 
 
 def load_head(path: str | Path, target: Transformer) -> DraftHead:

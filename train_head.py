@@ -55,6 +55,7 @@ from speculative import NgramProposer, Speculator
 TOP = 32  # tokens of the target's opinion that are kept
 HELD_BACK = 17  # every so many-th text is not trained on
 SAVE_EVERY = 50  # steps
+NOTE = "settings.json"  # in the work folder: what the run in it is
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,10 @@ class Settings:
         for name in ("texts", "tokens", "steps", "kept", "width", "unroll", "batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: at least 1")
+        if not 0 < self.rate < math.inf:
+            raise ValueError(f"rate={self.rate}: a positive number")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout}: a share from 0, to less than 1")
 
 
 # -- the head, in torch operations that have gradients
@@ -253,6 +258,8 @@ def train(out: str | Path, settings: Settings, load: Callable[[], LLM], resume: 
     folder = out.with_name(out.name + ".work")
     check_folder(folder, settings, resume)
     llm = load()
+    folder.mkdir(parents=True, exist_ok=True)  # not before: what is refused leaves nothing behind
+    (folder / NOTE).write_text(json.dumps(asdict(settings)), encoding="utf-8")
     texts = write_texts(llm, folder, settings.texts, settings.tokens, settings.seed, Bar("texts"))
     torch.set_num_threads(kernels.threads())  # an LLM leaves torch one, for the sake of its own kernels
     examples = Examples(texts, settings.kept, llm.model)
@@ -262,17 +269,18 @@ def train(out: str | Path, settings: Settings, load: Callable[[], LLM], resume: 
 
 
 def check_folder(folder: Path, settings: Settings, resume: bool) -> None:
-    """Make the work folder, or see that it is a run with these settings."""
-    note, wanted = folder / "settings.json", asdict(settings)
+    """Refuse a work folder that holds another run, or one that is not to be resumed."""
+    note, wanted = folder / NOTE, asdict(settings)
     if note.exists():
-        found = json.loads(note.read_text(encoding="utf-8"))
         if not resume:
             raise ValueError(f"{folder} holds a run that has begun: go on with --resume, or delete it")
+        try:
+            found = dict(json.loads(note.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{note} is damaged ({error}): delete {folder}, and begin again") from None
         if found != wanted:
             differ = {k: (found.get(k), v) for k, v in wanted.items() if found.get(k) != v}
             raise ValueError(f"{folder} holds a run with other settings (there, asked for): {differ}; delete it first")
-    folder.mkdir(parents=True, exist_ok=True)
-    note.write_text(json.dumps(wanted), encoding="utf-8")
 
 
 class Bar:

@@ -1,6 +1,7 @@
 """The draft head is handed the right states, changes no answer, learns, and is refused where it does not belong."""
 
 import dataclasses
+import json
 
 import pytest
 import tiny
@@ -13,7 +14,17 @@ import head_texts
 import kernels
 import speculative
 from compiled import DecodeGraphs
-from draft_head import DraftHead, HeadProposer, fingerprint, head_shapes, load_head, read_head, save_head, strength_of
+from draft_head import (
+    KEY,
+    DraftHead,
+    HeadProposer,
+    fingerprint,
+    head_shapes,
+    load_head,
+    read_head,
+    save_head,
+    strength_of,
+)
 from generate import LLM
 from kv_paged import KVCache
 from layout import build_batch
@@ -263,17 +274,44 @@ def test_F54_damaged_heads_are_refused_by_cause(tmp_path):
         with pytest.raises(ValueError, match=cause):
             load_head(path, model)
     path.write_bytes(whole)
-    save_file(load_file(str(path)), str(path))
-    with pytest.raises(ValueError, match="no draft head of version 1"):
-        load_head(path, model)
+    for metadata in (None, {KEY: "{"}, {KEY: "[]"}, {KEY: '{"version": 2}'}):
+        save_file(load_file(str(path)), str(path), metadata)
+        with pytest.raises(ValueError, match=f"h is no draft head of version 1.*{KEY} entry"):
+            load_head(path, model)
     for change, cause in (
-        ({"down": torch.ones(64, 15)}, "its tensors"),
-        ({"more": torch.ones(1)}, "its tensors"),
+        ({"down": torch.ones(64, 15)}, r"its tensor 'from_state' is torch.float16 \[32, 64\], not .* \[30, 64\]"),
+        ({"down": torch.tensor(1.0)}, "its tensor 'from_state'"),
+        ({"out_norm": torch.full((64,), float("nan"))}, "'out_norm' holds NaN or infinity"),
+        ({"down": torch.full((64, 16), 1e9)}, "'down' holds NaN or infinity"),  # in float16
+        ({"more": torch.ones(1)}, r"are not those of a head \(more\)"),
         ({"kept": torch.arange(300, 340)}, "outside the vocabulary"),
     ):
         written(path, model, **change)
         with pytest.raises(ValueError, match=cause):
             load_head(path, model)
+
+
+@pytest.mark.parametrize("name", ["target", "fingerprint", "hidden", "vocab", "kept", "training"])
+def test_F54_a_head_that_says_too_little_is_refused_by_entry(tmp_path, name):
+    path = tmp_path / "h"
+    written(path, world()[2])
+    _, about = read_head(path)
+    for wrong in ({}, {name: None}, {name: True}, {name: 0}):
+        rest = {key: value for key, value in about.items() if key != name}
+        save_file(load_file(str(path)), str(path), {KEY: json.dumps(rest | wrong)})
+        with pytest.raises(ValueError, match=f"h is damaged: the '{name}' of its {KEY} entry is .*; get or train"):
+            read_head(path)
+
+
+def test_F54_weights_of_another_type_are_refused(tmp_path):
+    path = tmp_path / "h"
+    written(path, world()[2])
+    _, about = read_head(path)
+    weights = load_file(str(path))
+    for name, dtype in (("down", torch.float32), ("kept", torch.int64)):
+        save_file(weights | {name: weights[name].to(dtype)}, str(path), {KEY: json.dumps(about)})
+        with pytest.raises(ValueError, match=f"'{name}' is {dtype}"):
+            read_head(path)
 
 
 # -- learning
@@ -378,8 +416,17 @@ def test_the_shipped_head_guesses_for_the_default_model(smollm2):
 def test_the_command_refuses_by_name(tmp_path, capsys):
     assert speculative.main(["train", "--out", str(tmp_path / "h"), "--steps", "0"]) == 2
     assert "steps=0: at least 1" in capsys.readouterr().err
-    assert speculative.main(["train", "--out", str(tmp_path / "h"), "--model", "nothing"]) == 2
+    for flags in (["--rate", "nan"], ["--rate", "0"], ["--dropout", "1"], ["--dropout", "nan"]):
+        assert speculative.main(["train", "--out", str(tmp_path / "h"), *flags]) == 2
+        assert f"error: {flags[0][2:]}={float(flags[1])}: a " in capsys.readouterr().err
+    assert speculative.main(["train", "--out", str(tmp_path / "a" / "h"), "--model", "nothing"]) == 2
     assert "No model 'nothing'" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    for content in ("", "[]", "[1]", '"x"'):
+        (tmp_path / "h.work").mkdir(exist_ok=True)
+        (tmp_path / "h.work" / "settings.json").write_text(content)
+        assert speculative.main(["train", "--out", str(tmp_path / "h"), "--resume"]) == 2
+        assert "settings" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
