@@ -29,7 +29,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
@@ -52,6 +52,9 @@ FLIPPED = (
     "max_num_seqs max_num_batched_tokens policy prefix_cache preemption batching reserve chunked speculate overlap "
     "jump_forward kernels"
 )
+NUMBER = (int, float)
+ROW = dict.fromkeys("mechanism claim source setting measured floor why answers".split(), str)  # as `measure` makes it
+ROW |= {"sides": {...: {"counted": {...: NUMBER}, "clock": {...: [NUMBER]}}}}
 BEGIN, END = "<!-- claims: bench.py claims --readme writes what follows -->", "<!-- end of claims -->"
 
 
@@ -248,19 +251,35 @@ def begin(args: argparse.Namespace, settings: dict) -> dict:
     fresh = settings | {"command": "", "machine": "", "claims": {}, "failed": {}}
     if file is None or not file.exists():
         return fresh
+    kept = {}
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         differing = [f"{k} {v!r} there, {settings[k]!r} now" for k, v in found.items() if settings.get(k, v) != v]
         kept = {name: row for name, row in found["claims"].items() if name in CLAIMS}
+        why = f"it has other settings: {'; '.join(differing)}" if differing else ""
     except (ValueError, KeyError, AttributeError) as error:
-        differing = [f"it cannot be read as such a file ({type(error).__name__}: {error})"]
-    if differing and not args.fresh:
-        raise ValueError(f"{file} has other settings: {'; '.join(differing)}. Use another --out, or --fresh to replace")
-    if differing:
-        print(f"{file}: replaced, it has other settings: {'; '.join(differing)}", file=sys.stderr)
+        why = f"it is no file of this command ({type(error).__name__}: {error})"
+    why = why or next((damage for name, row in kept.items() for damage in damages(f"claims.{name}", row, ROW)), "")
+    if why and not args.fresh:
+        raise ValueError(f"{file} cannot be gone on with, {why}. Use another --out, or --fresh to replace it")
+    if why:
+        print(f"{file}: replaced, {why}", file=sys.stderr)
         return fresh
     again = set(args.only) if args.fresh else set()
     return fresh | {"claims": {name: row for name, row in kept.items() if name not in again}}
+
+
+def damages(key: str, value: object, shape: object) -> Iterator[str]:
+    """Where `value` has another shape than `shape`: a type, [of each item], {name: of each}, or {...: of any name}."""
+    kind = shape if isinstance(shape, (type, tuple)) else type(shape)
+    if not isinstance(value, kind):
+        yield f"its {key} is {repr(value)[:60]}"
+    elif isinstance(shape, list):
+        for i, item in enumerate(value):
+            yield from damages(f"{key}[{i}]", item, shape[0])
+    elif isinstance(shape, dict):
+        for name in value if ... in shape else shape:
+            yield from damages(f"{key}.{name}", value.get(name), shape.get(..., shape.get(name)))
 
 
 def describe_command(args: argparse.Namespace, names: list[str]) -> str:

@@ -441,6 +441,42 @@ def test_rows_of_other_settings_are_refused_or_replaced(folder, tmp_path, capsys
     assert "replaced" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ([], 3, "claims.lpm is 3"),
+        (["measured"], None, "claims.lpm.measured is None"),
+        (["why"], ["x"], r"claims.lpm.why is \['x'\]"),
+        (["sides"], [], r"claims.lpm.sides is \[\]"),
+        (["sides", "a", "counted"], None, "claims.lpm.sides.a.counted is None"),
+        (["sides", "a", "counted", "n"], "1", "claims.lpm.sides.a.counted.n is '1'"),
+        (["sides", "b", "clock"], {"s": [1.0, "2"]}, r"claims.lpm.sides.b.clock.s\[1\] is '2'"),
+    ],
+)
+def test_damaged_rows_are_named_or_replaced(folder, tmp_path, capsys, monkeypatch, key, value, named):
+    monkeypatch.setitem(CLAIMS, "lpm", claim_of(two_sides))
+    assert claims(folder, tmp_path) == 0
+    file = tmp_path / "claims.json"
+    place = whole = json.loads(file.read_text(encoding="utf-8"))
+    *path, last = ["claims", "lpm", *key]
+    for name in path:
+        place = place[name]
+    place[last] = value
+    file.write_text(json.dumps(whole), encoding="utf-8")
+    capsys.readouterr()
+    assert claims(folder, tmp_path) == 2
+    assert re.search(f"error: .*claims.json cannot be gone on with, its {named}.*--fresh", capsys.readouterr().err)
+    assert claims(folder, tmp_path, "--fresh") == 0
+    assert "claims.json: replaced" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", "3", '{"claims": []}'])
+def test_what_is_no_claims_file_is_named(folder, tmp_path, capsys, content):
+    (tmp_path / "claims.json").write_text(content, encoding="utf-8")
+    assert claims(folder, tmp_path) == 2
+    assert "claims.json cannot be gone on with, it is no file of this command" in capsys.readouterr().err
+
+
 def test_a_broken_row_is_reported_and_the_others_go_on(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(CLAIMS, "kv-memory", claim_of(broken))
     monkeypatch.setitem(CLAIMS, "lpm", claim_of(two_sides))
