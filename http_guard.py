@@ -3,11 +3,11 @@
 The problem. Whatever a stranger sends must cost little and end in a clear answer: fifty megabytes of body, JSON that is
 none, a wrong key, a reader who stops reading. A framework's own answers are HTML, tracebacks, or echoes of the input.
 
-The idea. Small ASGI layers, each with one duty, outermost first:
+The idea. Small layers, each with one duty, outermost first; all but HeaderLimit are ASGI's:
 
-    socket ─► CORS (if asked) ─► ApiKey: 401    ─► BodyLimit: 413 ─► routes: 400 404 429 503 ─► EventStream
-                                 or LocalHost: 403   408 while it      ApiError, in the shape      stops when the client
-                                                     arrives           of the API that was called  leaves or stalls
+    socket ─► HeaderLimit: 408 ─► ApiKey: 401    ─► BodyLimit: 413 ─► routes: 400 404 429 503 ─► EventStream
+              until they are      or LocalHost: 403   408 while it      ApiError, in the shape     stops when the client
+              there; CORS behind                      arrives           of the API that is called  leaves or stalls
 
 Errors are `{"error": {"message", "type", "param", "code"}}`, as OpenAI's clients expect, and `{"error": "message"}`
 under /api/, as Ollama's do. A message never repeats more than a little of what was sent.
@@ -17,7 +17,7 @@ another origin only after a preflight, and that is answered only for the origins
 way around that.
 
 Source: OpenAI's API reference, "Error codes"; the ASGI specification, "HTTP & WebSocket". Left out: TLS, rates per
-client, and bounds on the time that headers, or a body that trickles in, may take to arrive (put a proxy in front).
+client, and a bound on the time that a body which trickles in may take to arrive (put a proxy in front).
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from engine_thread import Unavailable
 
@@ -113,6 +114,50 @@ def _validation_error(error: RequestValidationError) -> ApiError:
 async def on_error(request: Request, error: Exception) -> JSONResponse:
     """Exception handler of the application."""
     return error_response(request.url.path, as_api_error(error))
+
+
+class HeaderLimit(AutoHTTPProtocol):
+    """A connection to uvicorn that ends unless a request's headers are whole `patience` seconds after they began.
+
+    uvicorn itself bounds only the silence between two requests. So the clock runs from the connection's first moment,
+    and from whatever arrives behind an answer. That may also be the rest of a body that was refused: a client that is
+    still sending has so long to read why, since closing at once would take the answer from it.
+    """
+
+    def __init__(self, *args, patience: float, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.patience, self.deadline = patience, None
+
+    def connection_made(self, transport) -> None:
+        super().connection_made(transport)
+        self._set_clock()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._set_clock()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)
+        self._stop_clock()
+
+    def _set_clock(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_clock()  # a request is being answered
+        elif self.deadline is None:
+            self.deadline = self.loop.call_later(self.patience, self._give_up)
+
+    def _stop_clock(self) -> None:
+        if self.deadline is not None:
+            self.deadline.cancel()
+            self.deadline = None
+
+    def _give_up(self) -> None:
+        if self.cycle is None and not self.transport.is_closing():  # else a client might take it for another's answer
+            message = f"no whole headers arrived in {self.patience} s: send them again"
+            body = json.dumps(error_body(408, message)).encode()
+            head = "HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Type: application/json\r\n"
+            self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        self.transport.close()
 
 
 class ApiKey:

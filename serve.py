@@ -32,6 +32,7 @@ import os
 import sys
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -45,7 +46,7 @@ from cli import add_engine_flags, engine_arguments, engine_rules
 from commands import as_command, given, refuse_unused
 from engine_thread import EngineThread, Unavailable
 from generate import LLM
-from http_guard import ApiError, ApiKey, BodyLimit, EventStream, LocalHost, on_error
+from http_guard import ApiError, ApiKey, BodyLimit, EventStream, HeaderLimit, LocalHost, on_error
 from live import Live
 from metrics import exposition
 from ollama_api import OllamaApi
@@ -149,6 +150,7 @@ class Server(uvicorn.Server):
             access_log=False,
             timeout_graceful_shutdown=int(drain + LAST_WORDS_S) + 1,
             timeout_keep_alive=30,
+            http=partial(HeaderLimit, patience=app.state.service.limits.stall_seconds),
         )
         super().__init__(config)
 

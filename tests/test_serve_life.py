@@ -177,8 +177,58 @@ def test_F65_a_body_that_stops_arriving_is_refused_and_delays_nobody():
         for client in clients:
             answer = client.makefile("rb").read()  # until its connection is closed
             assert answer.startswith(b"HTTP/1.1 408") and b"\r\nconnection: close\r\n" in answer
+            assert b"nothing more of the body" in answer
             client.close()
         assert server.complete(max_tokens=1)
+
+
+def trickle(client: socket.socket, piece: bytes) -> bytes:
+    """Send a piece whenever nothing came back for a moment, until the server closes; what it said."""
+    said = b""
+    client.settimeout(0.02)
+    for _ in range(500):
+        try:
+            client.sendall(piece)
+            got = client.recv(4096)
+        except TimeoutError:
+            continue
+        except OSError:
+            return said
+        if not got:
+            return said
+        said += got
+    pytest.fail("the server never closed the connection")
+
+
+HEAD = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+
+
+def test_F65_headers_that_trickle_in_are_refused_and_delay_nobody():
+    with serving(limits=Limits(stall_seconds=0.3)) as server:
+        for begun, piece in ((b"", b""), (b"", b"G"), (HEAD + b"X-Slow: ", b"x")):
+            client = raw_request(server.port, begun)
+            assert server.complete(max_tokens=1)
+            said = trickle(client, piece)
+            assert (
+                said.startswith(b"HTTP/1.1 408") and b'"error"' in said and b"no whole headers arrived in 0.3 s" in said
+            )
+            client.close()
+        client = raw_request(server.port, HEAD + b"\r\n")
+        said = client.recv(4096)
+        client.sendall(HEAD)  # the second request on a connection is held to it as well
+        said += trickle(client, b"")
+        assert said.startswith(b"HTTP/1.1 200") and said.count(b"HTTP/1.1") == 1
+        client.close()
+
+
+def test_F65_the_connection_of_a_refused_body_ends():
+    with serving(limits=Limits(max_body=100, stall_seconds=0.3)) as server:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        for length in (b"Transfer-Encoding: chunked\r\n\r\n", b"Content-Length: 100000\r\n\r\n"):
+            client = raw_request(server.port, head + length)
+            said = trickle(client, b"65\r\n" + b"x" * 101 + b"\r\n")
+            assert said.startswith(b"HTTP/1.1 413") and said.count(b"HTTP/1.1") == 1
+            client.close()
 
 
 def test_guesses_of_speculation_are_counted():
