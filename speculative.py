@@ -254,7 +254,8 @@ class Speculator:
         self.drafted = self.accepted = self.decodes = self.steps = 0
         self.accounts: dict[int, Account] = {}  # by the size of the batch in bits, for what pays depends on it
         self.account = Account()  # that of this step
-        self.hopeless: dict[int, bool] = {}  # by the size of the batch
+        self.prices: dict[int, tuple[list[float], float]] = {}  # by the size of the batch
+        self.hopeless: dict[int, bool] = {}  # likewise
 
     def propose(self, choices: list[Choice], rooms: list[int]) -> list[list[int]]:
         """Guesses for the answers that decode now; rooms: how many each may take."""
@@ -283,11 +284,18 @@ class Speculator:
 
     def price(self, answers: int, guesses: int, longest: int) -> float:
         """What a step costs more for `guesses`, of which one answer has the `longest`: in tokens it could have made."""
-        alone = self.step(answers)
-        seconds = self.step(answers + guesses) - alone + (CHECK_S if guesses else 0.0)
-        if self.draft is not None:
-            seconds += max(longest, self.proposer.ROUNDS_TO_ASK) * self.draft(answers)
-        return MARGIN * answers * seconds / alone
+        rows, one_round = self._prices(answers)
+        return rows[guesses] + one_round * max(longest, self.proposer.ROUNDS_TO_ASK)
+
+    def _prices(self, answers: int) -> tuple[list[float], float]:
+        """The price of the rows of 0, 1, 2, ... guesses, and of a round of the proposer."""
+        if answers not in self.prices:
+            alone = self.step(answers)
+            tokens = MARGIN * answers / alone  # that a second is worth
+            more = [self.step(answers + g) - alone + CHECK_S for g in range(1, answers * self.most + 1)]
+            a_round = self.draft(answers) if self.draft is not None else 0.0
+            self.prices[answers] = [0.0, *(tokens * seconds for seconds in more)], tokens * a_round
+        return self.prices[answers]
 
     def is_hopeless(self, answers: int) -> bool:
         """Whether so many answers could win nothing by guesses, even by as many as pay best and nearly all right."""
@@ -317,11 +325,12 @@ class Speculator:
                 chance *= record.rate
                 chances.append((chance, place, i))
         chances.sort(key=lambda entry: -entry[0])
-        n, asking = len(records), self.price(len(records), 0, 0)  # which is paid already
-        best, kept, tokens, deepest = 1.0, 0, 0.0, 0
+        n, (rows, one_round) = len(records), self._prices(len(records))
+        best, kept, tokens, deepest = 1.0, 0, 0.0, self.proposer.ROUNDS_TO_ASK  # what was asked is paid already
         for guesses, (chance, place, _) in enumerate(chances, 1):
             tokens, deepest = tokens + chance, max(deepest, place)
-            rate = (n + tokens) / (n + self.price(n, guesses, deepest) - asking)
+            price = rows[guesses] + one_round * (deepest - self.proposer.ROUNDS_TO_ASK)
+            rate = (n + tokens) / (n + price)
             if rate > best:
                 best, kept = rate, guesses
         limits = [0] * n
