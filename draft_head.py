@@ -48,7 +48,7 @@ from quant_rows import SCHEMES, quantize_rows
 from quantize import Int8Linear, Linear
 from request import Choice
 from sampling import argmax
-from speculative import StepCost
+from speculative import Proposer, StepCost
 
 SHIPPED = Path(__file__).with_name("data") / "smollm2_head.safetensors"  # for the default model
 KEY, VERSION = "vitrine_draft_head", 1  # metadata entry of the file
@@ -192,7 +192,7 @@ def computed_anew(run: Callable[[], Tensor]) -> tuple[Tensor, Callable]:
     return output, lambda: output.copy_(run())
 
 
-class HeadProposer:
+class HeadProposer(Proposer):
     """Proposes what a draft head says. rows: `Engine.rows`. capture: as for DecodeGraphs, to replay a round."""
 
     ROUNDS_TO_ASK = 1
@@ -239,9 +239,6 @@ class HeadProposer:
                     going_on.append((i, chance * next_chance, least, row))
         return guesses
 
-    def backlog(self, choice: Choice) -> int:
-        return 0
-
     def round(self, states: Tensor, rows: list[int], tokens: list[int]) -> tuple[Tensor, list[tuple[int, float]]]:
         """One guess behind each token and the row of `states` that it was drawn from.
 
@@ -265,7 +262,9 @@ class HeadProposer:
     @torch.inference_mode()
     def measure(self, most: int, before: Callable[[], object] | None = None) -> StepCost:
         """Seconds of a round of 1 to `most` answers, each timed right after `before`: a step of the target, say."""
-        states = torch.zeros(most, self.target.config.hidden_size, dtype=self.head.dtype, device=self.head.kept.device)
+        states = torch.zeros(
+            max(2, most), self.target.config.hidden_size, dtype=self.head.dtype, device=self.head.kept.device
+        )
         return StepCost.measure(lambda rows: self.round(states, list(range(rows)), [0] * rows), most, before=before)
 
     def record(self, rows: int) -> tuple[Tensor, Tensor, Tensor, Callable]:

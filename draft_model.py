@@ -73,10 +73,8 @@ class Draft:
             self.limit = len(self.tokens)
 
 
-class DraftModel:
+class DraftModel(Proposer):
     """Proposes what a model says. vocab_size is the target's; at most max_tokens are computed in one round."""
-
-    ROUNDS_TO_ASK = 0
 
     def __init__(self, model: Transformer, kv: KVCache, vocab_size: int, rejection=False, max_tokens: int = 512):
         self.model, self.kv, self.vocab_size = model, kv, vocab_size

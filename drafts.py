@@ -104,8 +104,7 @@ class Drafts:
 
     def _guess(self, choices: list[Choice]) -> list[list[int]]:
         try:
-            guesses = self.speculator.propose(choices, [room(choice) for choice in choices])
-            return [c.guided.trim(g) if c.guided is not None else g for c, g in zip(choices, guesses, strict=True)]
+            return self.speculator.propose(choices, [room(choice) for choice in choices], possible)
         except Exception as error:
             self._stop_guessing(error)
             return [[] for _ in choices]
@@ -118,6 +117,11 @@ class Drafts:
 def room(choice: Choice) -> int:
     """Tokens a draft may have: the row after the last of them gives one more, and then the answer may be full."""
     return choice.request.max_tokens - choice.state.n_output - 1
+
+
+def possible(choice: Choice, guess: list[int]) -> list[int]:
+    """What of a guess the structure of an answer leaves."""
+    return guess if choice.guided is None else choice.guided.trim(guess)
 
 
 def rows_to_read(choice: Choice) -> int:

@@ -9,8 +9,8 @@
 // Python and without letting the helper threads fall asleep: the CPU's counterpart of a CUDA graph.
 //
 // The ideas are in the headers: kernels_simd.h (the machine's vectors), kernels_pool.h (threads), kernels_linear.h
-// (quantised products), kernels_attention.h, kernels_sampling.h. Built without -ffast-math and with contraction off: every fused
-// multiply-add is written out, so the order of operations is the one in the text.
+// (quantised products), kernels_attention.h, kernels_sampling.h. Built without -ffast-math and with contraction off:
+// every fused multiply-add is written out, so the order of operations is the one in the text.
 #include "kernels_attention.h"
 #include "kernels_linear.h"
 #include "kernels_pool.h"

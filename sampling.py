@@ -15,11 +15,12 @@ Drawing is inverse-CDF: lay the kept tokens' weights end to end, throw one dart 
     token          0       1  2         3
 
 Two things make that line exact. (1) A weight is a whole number of ticks, TICKS for the likeliest token: float64 sums of
-whole numbers below 2**53 round nowhere, so no order of addition, device or filter path can move a border. (Price: what
-is less than half a tick, 3e-11 of the likeliest, is never drawn.) (2) u is no generator's next output but a hash of
-(seed, choice, position, stream): a generator that others also draw from, or that must be rewound, does not exist.
+whole numbers below 2**53 round nowhere, so no order of addition or path through the filters moves a border. (Price:
+what is less than half a tick, 3e-11 of the likeliest, is never drawn.) (2) u is no generator's next output but a hash
+of (seed, choice, position, stream): a generator that others also draw from, or that must be rewound, does not exist.
 
-On a CPU the kernels draw (kernels_sampling.h): the same line in two passes over a row instead of ten.
+On a CPU the kernels draw (kernels_sampling.h): the same line in few passes over a row. Their e^x has another last bit,
+so there a dart within a ten-millionth of a border may land beside it: the same answers on the same backend.
 
 Ranks are by logit, ties go to the lower id, everywhere: greedy, top_k=1 and min_p=1 give the same token. No filter
 sorts the vocabulary: top_k selects, top_p sorts one bucket of it.
@@ -347,8 +348,8 @@ def sample(
     """The next token of each state, from its row of raw logits [R, V]; states are not changed (commit what you keep).
 
     rows: which row is whose; every row in turn if not given. A row nothing can be drawn from gets its NonFiniteLogits
-    or NoTokenLeft in place of a Sampled. Greedy rows are decided together (comparing rounds nothing); drawn rows one by
-    one, so that no sum sees the batch. Only rows that a state changes are copied: a row is 200 kB.
+    or NoTokenLeft in place of a Sampled. Each row is drawn from on its own, so that no sum sees the batch. Only rows
+    that a state changes are copied: a row is 200 kB.
     """
     raw = logits.float().contiguous()
     masks = [None] * len(states) if masks is None else masks
@@ -389,7 +390,8 @@ def draw_rows(
         asked = []
         for value, state in zip(best, states, strict=True):
             p = state.params
-            asked.append((value, p.temperature, p.min_p, p.top_k, p.top_p, state.uniform()))
+            top_k = min(p.top_k, table.shape[1])  # which may be a number that no float holds
+            asked.append((value, p.temperature, p.min_p, top_k, p.top_p, state.uniform()))
         return kernels_native.draw(table, rows, asked)
     tokens = []
     for r, value, state in zip(rows, best, states, strict=True):

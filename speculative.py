@@ -24,7 +24,7 @@ How many? With acceptance rate a per guess, k guesses give 1 + a + ... + a^k tok
 their chance to count, and takes as many of the first as promise most tokens per second. That is none where text does
 not repeat, and none in a batch so busy that even right guesses cost more than they win; there it does not even ask.
 Everything else is tried on credit: what guesses win is put on an account, what they cost is taken off it, and with
-nothing on it there are none. A hundredth of all tokens is paid in, so that what pays again is found out again:
+nothing on it there are none. A hundredth of all tokens is paid in, so that text that repeats again is found out again:
 
     account   4 . . 3.5 . . 2.2 . . 0.9 . . -0.4     asking and wrong guesses use it up; then a few steps without, until
               0 . . 0.04 . . 0.08 . . ...            the hundredth has added up to a little, and it is asked once more
@@ -85,10 +85,13 @@ def verdict(choice: Choice, row: torch.Tensor, guess: int, mask: torch.Tensor | 
     return score(row, token, params.logprobs) if params.scored else Sampled(token)
 
 
+Trim = Callable[["Choice", list[int]], list[int]]
+
+
 class Proposer(Protocol):
     """Guesses what follows. May be wrong, late or empty; it must be cheap."""
 
-    ROUNDS_TO_ASK: int  # rounds of `draft` that `strength` takes, which are then spared in `propose`
+    ROUNDS_TO_ASK = 0  # rounds of `draft` that `strength` takes, which are then spared in `propose`
 
     def strength(self, choices: list[Choice]) -> list[int]:
         """How good the evidence for a guess is now: 0 for none at all; equal numbers promise equally much."""
@@ -98,9 +101,10 @@ class Proposer(Protocol):
 
     def backlog(self, choice: Choice) -> int:
         """Tokens of the answer that must be computed before the first guess."""
+        return 0
 
 
-class NgramProposer:
+class NgramProposer(Proposer):
     """What followed the last time that the latest tokens stood here: for text that quotes, edits or repeats.
 
         tokens    A B C D E ... x A B C         the latest three stood at the beginning, followed by D E ...
@@ -111,8 +115,6 @@ class NgramProposer:
     one likes.
     """
 
-    ROUNDS_TO_ASK = 0
-
     def __init__(self, longest: int = 6, shortest: int = 1):
         self.lengths = range(longest, shortest - 1, -1)
         self._seen: WeakKeyDictionary[Choice, tuple[int, dict]] = WeakKeyDictionary()
@@ -122,9 +124,6 @@ class NgramProposer:
 
     def propose(self, choices: list[Choice], limits: list[int]) -> list[list[int]]:
         return [self._guess(choice, limit) if limit else [] for choice, limit in zip(choices, limits, strict=True)]
-
-    def backlog(self, choice: Choice) -> int:
-        return 0
 
     def _match(self, choice: Choice) -> tuple[int, int]:
         """Length of the longest match, and the place after its last occurrence; 0, 0 without any."""
@@ -175,9 +174,10 @@ class StepCost:
     ) -> StepCost:
         """run(rows) computes a step; sizes are doubled until `most`, or until timing them takes the budget.
 
-        Then all are timed in turn, PASSES times, and the shortest time of each counts: a moment in which the machine is
-        busy elsewhere spoils one pass, and what matters is how the sizes compare. `before` is called, untimed, before
-        each: what runs between two calls in earnest, and empties the caches.
+        Then all are timed in turn, PASSES times or until twice the budget is spent, and the shortest time of each
+        counts: a moment in which the machine is busy elsewhere spoils one pass, and what matters is how the sizes
+        compare. `before` is called, untimed, before each: what runs between two calls in earnest, and empties the
+        caches.
         """
         seconds: dict[int, float] = {}
 
@@ -193,8 +193,12 @@ class StepCost:
             run(rows)  # may have to record or compile something
             time_once(rows)
             rows *= 2
-        for rows in list(seconds) * (PASSES - 1):
-            time_once(rows)
+        sizes, start = list(seconds), time.perf_counter()
+        for done in range(1, PASSES):
+            if done > 1 and time.perf_counter() - start > 2 * budget_s:
+                break
+            for rows in sizes:
+                time_once(rows)
         for rows in reversed(list(seconds)):  # more rows never cost less, and a clock only ever adds
             seconds[rows] = min(seconds[rows], seconds.get(2 * rows, seconds[rows]))
         return cls(seconds)
@@ -202,11 +206,10 @@ class StepCost:
 
 @dataclass
 class Record:
-    """How guesses of one strength fared: right and wrong (fading), and the step in which one was made last."""
+    """How guesses of one strength fared: right and wrong, fading."""
 
     right: float
     wrong: float
-    last: int = 0
 
     @property
     def rate(self) -> float:
@@ -219,14 +222,20 @@ class Record:
 
 @dataclass
 class Account:
-    """What may be spent on guesses, in tokens: on asking for them, and on trying such as are not thought to pay."""
+    """What may be spent on guesses, in tokens: on all of them, and of that on trying such as are not thought to pay.
+
+    More than so much is not kept, or a good past would pay for a long bad present.
+    """
 
     asking: float = CREDIT
     trying: float = 0.0
 
     def pay_in(self, tokens: float) -> None:
-        """More than so much is not kept, or a good past would pay for a long bad present."""
         self.asking = min(self.asking + tokens, MOST_CREDIT)
+
+    def pay_in_share(self, tokens: float) -> None:
+        self.pay_in(SHARE * tokens)
+        self.trying = min(self.trying + SHARE * tokens, MOST_CREDIT)
 
 
 class Speculator:
@@ -250,6 +259,7 @@ class Speculator:
         self.proposer, self.most, self.step, self.draft, self.trust = proposer, most, step, draft, trust
         self.overall: dict[int, Record] = {}  # by strength, of all answers: what to expect of a new one
         self.records: WeakKeyDictionary[Choice, dict[int, Record]] = WeakKeyDictionary()
+        self.last: WeakKeyDictionary[Choice, int] = WeakKeyDictionary()  # the step in which it was given guesses last
         self.asked: dict[Choice, int] = {}  # whose guesses are being verified, and their strength
         self.drafted = self.accepted = self.decodes = self.steps = 0
         self.accounts: dict[int, Account] = {}  # by the size of the batch in bits, for what pays depends on it
@@ -257,30 +267,52 @@ class Speculator:
         self.prices: dict[int, tuple[list[float], float]] = {}  # by the size of the batch
         self.hopeless: dict[int, bool] = {}  # likewise
 
-    def propose(self, choices: list[Choice], rooms: list[int]) -> list[list[int]]:
-        """Guesses for the answers that decode now; rooms: how many each may take."""
+    def propose(self, choices: list[Choice], rooms: list[int], trim: Trim | None = None) -> list[list[int]]:
+        """Guesses for the answers that decode now; rooms: how many each may take.
+
+        trim(answer, guess): what of a guess is possible at all. One that is not was wrong, and costs no row.
+        """
         n = len(choices)
         self.decodes += n
         self.steps += 1
-        if self.step is not None and not self._may_ask(n):
+        self.asked = {}
+        if not any(rooms) or (self.step is not None and not self._may_ask(n)):
             return [[] for _ in choices]
         strengths = self.proposer.strength(choices)
         longest = [min(room, self.most) if strength else 0 for room, strength in zip(rooms, strengths, strict=True)]
         records = [self._record(choice, strength) for choice, strength in zip(choices, strengths, strict=True)]
         limits = longest if self.step is None else self.plan(choices, records, longest)
         self.asked = dict(zip(choices, strengths, strict=True))
+        missed = sum(self._missed(choice) for choice, limit in zip(choices, limits, strict=True) if limit)
+        self.last.update((choice, self.steps) for choice, limit in zip(choices, limits, strict=True) if limit)
         guesses = self.proposer.propose(choices, limits) if any(limits) else [[] for _ in choices]
+        for i, choice in enumerate(choices):
+            possible = guesses[i] if trim is None else trim(choice, guesses[i])
+            if guesses[i] and not possible:
+                self._learn(choice, right=0, wrong=1)
+            guesses[i] = possible
         if self.step is not None:
-            lengths = [len(guess) for guess in guesses]
-            self.account.asking -= self.price(n, sum(lengths), max(lengths))
+            price = self.price(n, sum(map(len, guesses)), max(limits)) + self._price_of_reading(n, missed)
+            self.account.asking -= price
         return guesses
 
     def _may_ask(self, answers: int) -> bool:
         """Open the account of a batch of this size, and see whether there is anything to win and something on it."""
         self.account = self.accounts.setdefault(answers.bit_length(), Account())
-        self.account.pay_in(SHARE * answers)
-        self.account.trying += SHARE * answers
+        self.account.pay_in_share(answers)
         return self.account.asking > 0 and not self.is_hopeless(answers)
+
+    def _missed(self, choice: Choice) -> int:
+        """Tokens that the proposer must compute for having made no guess lately. That it reads an answer once from its
+        beginning is no price but an investment, made as soon as the answer is given its first guess."""
+        silent = self.steps - 1 - self.last.get(choice, self.steps - 1)
+        return min(silent, self.proposer.backlog(choice))
+
+    def _price_of_reading(self, answers: int, tokens: int) -> float:
+        """What it costs that the proposer computes so many tokens that it has missed."""
+        if self.draft is None or not tokens:
+            return 0.0
+        return MARGIN * answers * (self.draft(answers + tokens) - self.draft(answers)) / self.step(answers)
 
     def price(self, answers: int, guesses: int, longest: int) -> float:
         """What a step costs more for `guesses`, of which one answer has the `longest`: in tokens it could have made."""
@@ -310,7 +342,7 @@ class Speculator:
         overall = self.overall.setdefault(strength, Record(2.0 * strength, 2.0))
         own = self.records.setdefault(choice, {})
         if strength not in own:
-            own[strength] = Record(self.trust * overall.rate, self.trust * (1 - overall.rate), self.steps)
+            own[strength] = Record(self.trust * overall.rate, self.trust * (1 - overall.rate))
         return own[strength]
 
     def plan(self, choices: list[Choice], records: list[Record], longest: list[int]) -> list[int]:
@@ -336,17 +368,14 @@ class Speculator:
         limits = [0] * n
         for _, _, i in chances[:kept]:
             limits[i] += 1
-        idle = [(record.last, i) for i, record in enumerate(records) if limits[i] == 0 < longest[i]]
+        idle = [(self.last.get(c, 0), i) for i, c in enumerate(choices) if limits[i] == 0 < longest[i]]
         if idle:
             deepest, i = max(limits), min(idle)[1]
             price = self.price(n, kept + 1, max(deepest, 1)) - self.price(n, kept, deepest)
-            if self.draft is not None:
-                more = self.draft(n + self.proposer.backlog(choices[i])) - self.draft(n)
-                price += MARGIN * n * more / self.step(n)
+            price += self._price_of_reading(n, self.proposer.backlog(choices[i]))
             if self.account.trying > price:
-                self.account.trying, limits[i] = 0.0, 1
-        for record, limit in zip(records, limits, strict=True):
-            record.last = self.steps if limit else record.last
+                self.account.trying -= price
+                limits[i] = 1
         return limits
 
     def observe(self, choice: Choice) -> None:
@@ -356,6 +385,9 @@ class Speculator:
         self.drafted += guessed
         self.accepted += right
         self.account.pay_in(right)
+        self._learn(choice, right, wrong)
+
+    def _learn(self, choice: Choice, right: int, wrong: int) -> None:
         strength = self.asked[choice]
         self.records[choice][strength].add(right, wrong, FADE)
         self.overall[strength].add(right, wrong, OVERALL_FADE)

@@ -31,10 +31,11 @@ FILTERS = {
 @pytest.fixture(autouse=True)
 def native():
     """Every test starts on the native backend with two threads, and leaves the process as it found it."""
-    before = kernels.backend()
+    before, threads = kernels.backend(), kernels.threads()
     kernels.set_threads(2)
     yield kernels.set_backend("native")
     kernels.set_backend(before)
+    kernels.set_threads(threads)
 
 
 def thrown(row: torch.Tensor, darts: list[float], temperature=1.0, top_p=1.0, top_k=0, min_p=0.0) -> list[int]:
@@ -118,8 +119,19 @@ def test_draws_have_the_distribution(fields):
     assert float(((counts[p > 0] - expected) ** 2 / expected).sum()) < 27.9
 
 
-def test_a_wrong_draw_is_refused_before_memory_is_touched():
+def test_a_number_that_no_float_holds_asks_for_every_token():
+    rows = normal(2, 40)
+    states = [state(seed=1), state(seed=1, top_k=10**400)]
+    assert sample(rows[:1].repeat(2, 1), states) == [sample(rows[:1], states[:1])[0]] * 2
+
+
+def test_a_wrong_draw_touches_no_memory_it_does_not_own():
     row = torch.zeros(2, 8)
+    row[0, 1], row[1, 2] = 80.0, math.nan
+    for best in (0.0, 200.0, -math.inf, math.nan):
+        for filters in ((0, 1.0), (1, 1.0), (3, 0.5), (0, 0.5)):
+            found = kernels_native.draw(row, [0, 1], [(best, 1.0, 0.0, *filters, 0.99)] * 2)
+            assert all(0 <= token < 8 for token in found)
     for bad in (-1, 2):
         with pytest.raises(ValueError, match="row index"):
             kernels_native.draw(row, [0, bad], [(0.0, 1.0, 0.0, 0, 1.0, 0.5)] * 2)

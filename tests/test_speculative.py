@@ -20,6 +20,7 @@ from speculative import (
     CREDIT,
     GUESS,
     MARGIN,
+    MOST_CREDIT,
     SHARE,
     NgramProposer,
     Record,
@@ -356,7 +357,7 @@ def test_guesses_grow_where_they_are_right_and_cease_where_they_are_not():
     lengths = [(observe(good, [a], 9)[0], observe(bad, [b], 0)[0]) for _ in range(1000)]
     assert lengths[-1][0] == 6 == lengths[20][0]
     late = [length for _, length in lengths[100:]]
-    assert 0 < sum(late) <= len(late) * SHARE / bad.price(1, 1, 1) and set(late) == {0, 1}  # a probe now and then
+    assert 0 < sum(late) <= len(lengths) * SHARE / bad.price(1, 1, 1) and set(late) == {0, 1}  # a probe now and then
     assert [observe(bad, [b], 9)[0] for _ in range(600)][-1] == 6  # and a probe that succeeds brings them back
 
 
@@ -364,23 +365,83 @@ def test_guesses_grow_where_they_are_right_and_cease_where_they_are_not():
 @pytest.mark.parametrize("draft", [None, lambda rows: 1.0 + 0.1 * rows])
 @pytest.mark.parametrize("right", [0, 1])
 def test_what_guesses_lose_is_bounded_whatever_they_are_worth(answers, draft, right):
-    """Never more than the credit, the most that one step may cost, and the two shares of all tokens."""
+    """By the credit, the share of all tokens, and the one step that overdraws the account."""
     proposer = NgramProposer()
     proposer.ROUNDS_TO_ASK = 1
     speculator = Speculator(proposer, 6, lambda rows: 10.0 + 3.0 * rows, draft)
-    choices, spent, won, tokens = [always_matching() for _ in range(answers)], 0.0, 0, 0
-    strength, asked = proposer.strength, []
-    proposer.strength = lambda choices: asked.append(turn) or strength(choices)
+    choices, spent, dearest = [always_matching() for _ in range(answers)], 0.0, 0.0
     for turn in range(2000):
-        before = speculator.accepted
+        before = speculator.account.asking
         lengths = observe(speculator, choices, right if turn % 7 == 0 else 0)
-        won += speculator.accepted - before
-        tokens += answers + speculator.accepted - before
-        if asked and asked[-1] == turn:
-            spent += speculator.price(answers, sum(lengths), max(lengths)) / MARGIN
-    one_step = speculator.price(answers, 6 * answers, 6)
-    assert spent - won <= CREDIT + one_step + 2 * SHARE * tokens
-    assert len(asked) < 2000 or draft is None, "asking costs a round, and nothing comes of it"
+        price = speculator.price(answers, sum(lengths), max(lengths)) if speculator.asked else 0.0
+        assert before + SHARE * answers > 0 or turn == 0 or not speculator.asked, "asked on an empty account"
+        spent, dearest = spent + price, max(dearest, price)
+        assert speculator.account.asking > -dearest
+    assert spent <= CREDIT + dearest + SHARE * answers * 2000 + speculator.accepted
+
+
+def test_a_good_past_does_not_pay_for_a_long_bad_present():
+    spent = []
+    for good in (0, 5000):
+        speculator = Speculator(NgramProposer(), 6, lambda rows: 10.0 + rows)
+        a = always_matching()
+        for _ in range(good):
+            observe(speculator, [a], 9)
+        spent.append(sum(speculator.price(1, *observe(speculator, [a], 0) * 2) for _ in range(300)))
+    assert spent[1] <= MOST_CREDIT + SHARE * 300 + speculator.price(1, 6, 6), spent
+    assert spent[0] < spent[1], "but it pays for a while"
+
+
+def test_answers_that_are_not_thought_to_pay_are_tried_in_turn():
+    speculator = Speculator(NgramProposer(), 6, lambda rows: 10.0 + rows)
+    choices = [always_matching() for _ in range(3)]
+    tried = [observe(speculator, choices, 0) for _ in range(3000)][500:]
+    order = [lengths.index(1) for lengths in tried if sum(lengths) == 1]
+    assert len(order) > 50 and order[:9] in ([0, 1, 2] * 3, [1, 2, 0] * 3, [2, 0, 1] * 3)
+
+
+def test_what_does_not_pay_in_a_batch_silences_nobody_alone():
+    proposer = NgramProposer()
+    proposer.ROUNDS_TO_ASK = 1
+    speculator = Speculator(proposer, 6, lambda rows: 10.0 + rows, lambda rows: 0.5)
+    choices, alone = [always_matching() for _ in range(8)], always_matching()
+    for _ in range(500):
+        observe(speculator, choices, 0)
+    assert speculator.account.asking < 1
+    observe(speculator, [alone], 9)
+    assert speculator.asked, "one answer has an account of its own"
+
+
+def test_an_answer_that_wins_does_not_pay_for_tries_of_others():
+    speculator = Speculator(NgramProposer(), 6, lambda rows: 10.0 + rows)
+    good, bad = (SimpleChoice(tokens) for tokens in ([1, 2, 3, 1, 2, 3], [5, 6, 7, 5, 6, 7]))
+    guessed = []
+    for _ in range(1000):
+        guesses = speculator.propose([good, bad], [99, 99])
+        guessed.append(len(guesses[1]))
+        for choice, guess, right in ((good, guesses[0], 9), (bad, guesses[1], 0)):
+            choice.num_guessed, choice.num_right = len(guess), min(right, len(guess))
+            if guess:
+                speculator.observe(choice)
+    assert speculator.account.asking > 1
+    assert 0 < sum(guessed[100:]) <= SHARE * 2 * 1000 / (speculator.price(2, 1, 1) - speculator.price(2, 0, 0)) * 2
+
+
+def test_a_proposer_that_works_and_says_nothing_is_paid_all_the_same():
+    speculator = Speculator(NgramProposer(), 6, lambda rows: 10.0 + rows, lambda rows: 1.0)
+    speculator.proposer.propose = lambda choices, limits: [[] for _ in choices]  # still busy reading
+    a = always_matching()
+    asked = sum(bool(speculator.propose([a], [99]) and speculator.asked) for _ in range(300))
+    assert 5 < asked < 150
+
+
+def test_guesses_that_are_impossible_count_as_wrong_and_cost_no_row():
+    speculator = Speculator(NgramProposer(), 6, lambda rows: 10.0 + rows)
+    a, lengths = always_matching(), []
+    for _ in range(100):
+        lengths.append(len(speculator.propose([a], [99], lambda choice, guess: [])[0]))
+    (record,) = speculator.records[a].values()
+    assert set(lengths) == {0} and record.rate < 0.1 and speculator.account.asking >= CREDIT
 
 
 def test_guesses_stop_where_rows_are_not_free():
@@ -411,6 +472,20 @@ def test_draft_costs_count():
     cheap, dear = (Speculator(NgramProposer(), 6, lambda r: 10 + r, lambda r, s=s: s) for s in (0.1, 30.0))
     a = always_matching()
     assert observe(cheap, [a], 9)[0] > 0 == observe(dear, [a], 9)[0]
+
+
+def test_what_a_draft_missed_is_paid_for_and_a_prompt_read_once_is_not():
+    proposer = NgramProposer()
+    proposer.backlog = lambda choice: 50
+    speculator = Speculator(proposer, 6, lambda rows: 100.0 + rows, lambda rows: 1.0 + rows)
+    a, left = always_matching(), []
+    speculator.accounts[1] = speculator.account  # of one answer
+    for silent in (0, 0, 20):
+        speculator.steps += silent
+        speculator.account.asking = MOST_CREDIT
+        (guess,) = speculator.propose([a], [99])
+        left.append(MOST_CREDIT - speculator.account.asking - speculator.price(1, len(guess), len(guess)))
+    assert left == pytest.approx([0, 0, MARGIN * 20 / 101])
 
 
 def test_an_answer_far_behind_is_seldom_tried():
@@ -468,6 +543,12 @@ def test_step_costs_are_interpolated_and_never_fall(monkeypatch):
         patch.setattr("time.perf_counter", lambda: clock[0])
         cost = StepCost.measure(lambda rows: clock.__setitem__(0, clock[0] + next(late)), 2, budget_s=1e9)
     assert cost.seconds == [1.0] * 2
+    slow = iter(range(10**6))  # every look at the clock is a second later than the last
+    with monkeypatch.context() as patch:
+        patch.setattr("time.perf_counter", lambda: float(next(slow)))
+        calls = []
+        StepCost.measure(calls.append, 8, budget_s=0.4)
+    assert calls == [1, 1, 2, 2, 1, 2], "slow steps are measured twice and no more"
     calls = []
     StepCost.measure(lambda rows: calls.append("run"), 2, before=lambda: calls.append("before"))
     timed = "".join(
