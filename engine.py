@@ -64,7 +64,7 @@ class Engine:
         speculator: Speculator | None = None,
         overlap: bool = False,
     ):
-        self.model, self.kv, self.scheduler, self.tokenizer = model, kv, scheduler, tokenizer
+        self.model, self.kv, self.tokenizer = model, kv, tokenizer
         self.eos_token_ids, self.trace = eos_token_ids, trace
         self.device = model.norm.device
         self.run_model: Callable[[Batch], torch.Tensor] = lambda batch: model(batch, kv)
@@ -115,7 +115,7 @@ class Engine:
             max(limit, 1),
             priority=priority,
             arrival=request.arrival,
-            namespace=namespace,
+            namespace=None if namespace is None else (type(namespace), namespace),  # 1, True and 1.0 are equal
             read_cache=params.prompt_logprobs is None,  # a cached prompt token has no logits to score
         )
         self.scheduler.add(seq)
@@ -151,6 +151,15 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_unfinished()
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Who decides what is computed; may be exchanged while nothing runs."""
+        return self.drafts.scheduler
+
+    @scheduler.setter
+    def scheduler(self, scheduler: Scheduler) -> None:
+        self.drafts.scheduler = scheduler
 
     @property
     def speculator(self) -> Speculator | None:

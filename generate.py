@@ -25,6 +25,7 @@ import os
 import re
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 
 import torch
@@ -168,6 +169,7 @@ class LLM:
         if not quiet:
             say(describe_capacity(pool, self.max_model_len, self.kv.nbytes // self.kv.num_blocks))
         self.engine = self._engine(seed, trace, jump_forward, overlap)
+        self.streams: dict[Request, deque[Delta]] = {}  # what each open one has not read yet
         self.compiler: LayerCompiler | None = None
         self.graphs: DecodeGraphs | None = None
         proposer = self._proposer(speculate, draft_quant or quant, activations, verify)
@@ -202,12 +204,20 @@ class LLM:
         return self._answer([ids], [SamplingParams(max_tokens=None) if params is None else params])[0]
 
     def stream(self, prompt: str | list[int], params: SamplingParams | None = None) -> Iterator[Delta]:
-        """The answer as it is made. Closing the generator early aborts the request."""
+        """The answer as it is made. Closing the generator early aborts the request.
+
+        Several streams may be open at once, and other calls made meanwhile: each step serves all of them.
+        """
         request = self.add(prompt, SamplingParams() if params is None else params)
+        unread = self.streams[request] = deque()
         try:
-            while not request.finished:
-                yield from (delta for delta in self.engine.step() if delta.request is request)
+            while unread or not request.finished:
+                if unread:
+                    yield unread.popleft()
+                else:
+                    self._step()
         finally:
+            del self.streams[request]
             self.engine.abort(request)
 
     def add(self, prompt: str | list[int], params: SamplingParams, **options) -> Request:
@@ -230,13 +240,19 @@ class LLM:
 
     # -- putting it together
 
+    def _step(self) -> None:
+        """One step for everybody; what it added to open streams waits there to be read."""
+        for delta in self.engine.step():
+            if delta.request in self.streams:
+                self.streams[delta.request].append(delta)
+
     def _answer(self, prompts: list[str | list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
         requests: list[Request] = []
         try:
             for prompt, p in zip(prompts, params, strict=True):
                 requests.append(self.add(prompt, p))
             while not all(request.finished for request in requests):
-                self.engine.step()
+                self._step()
         finally:  # refused halfway, or interrupted: nothing of this call stays behind
             for request in requests:
                 self.engine.abort(request)

@@ -93,8 +93,8 @@ class SamplerState:
         fallback = secrets.randbits(63) if seed is None else seed
         self.seed = fallback if params.seed is None else params.seed
         self.output: list[int] = []
-        stops = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)
-        self.stop_ids = torch.tensor(sorted(set(stops)), dtype=torch.int64)  # [stops]; EOS that is ignored ends nothing
+        self._ends = set() if params.ignore_eos else set(eos_token_ids)  # EOS that is ignored ends nothing
+        self.stop_ids = torch.tensor(sorted(self._ends | set(params.stop_token_ids)), dtype=torch.int64)  # [stops]
         self._bias_ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)  # [biased]
         self._bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)  # [biased]
         self._counting = bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
@@ -166,8 +166,9 @@ class SamplerState:
             ids = self.stop_ids[self.stop_ids < len(row)].to(row.device)  # a tokenizer's EOS may lie beyond the model
             stops = row[ids]
             row[ids] = -math.inf
-            if row.amax() == -math.inf:
-                row[ids] = stops  # a complete structured output must end, min_tokens or not
+            if row.amax() == -math.inf:  # a complete structured output must end, min_tokens or not
+                ends = torch.tensor([i in self._ends for i in ids.tolist()], device=row.device)
+                row[ids[ends]] = stops[ends]
 
     def _penalise(self, row: torch.Tensor) -> None:
         params, seen = self.params, len(self._slots)

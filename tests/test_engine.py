@@ -643,7 +643,17 @@ def test_F36_fully_cached_prompt_still_computes_a_token(cache, length):
 def test_F38_namespaces_do_not_share_prefixes():
     prompt = prompts_of(12)[0]
     engine = make_engine()
-    for namespace, hit in ((None, 0), (("lora", "X"), 0), (("salt", "X"), 0), (("salt", "X"), 8), (None, 8)):
+    for namespace, hit in (
+        (None, 0),
+        (("lora", "X"), 0),
+        (("salt", "X"), 0),
+        (("salt", "X"), 8),
+        (None, 8),
+        (1, 0),
+        (True, 0),
+        (1.0, 0),
+        (1, 8),
+    ):
         request = engine.add(prompt, GREEDY, namespace=namespace)
         while engine.has_work:
             engine.step()

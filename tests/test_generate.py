@@ -81,6 +81,20 @@ def test_a_gpu_without_a_number_is_the_current_one_and_one_with_a_number_becomes
         choose_device("cuda:2")
 
 
+def test_streams_that_are_open_at_once_lose_nothing_to_each_other_or_to_other_calls(llm):
+    prompts, params = ("the cat", "the dog sat", "a"), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    alone = [llm.generate(prompt, params)[0].outputs[0].token_ids for prompt in prompts]
+    streams = [llm.stream(prompt, params) for prompt in prompts]
+    read = [next(stream).token_ids[:] for stream in streams]
+    closed = llm.stream("the cat", params)
+    next(closed)
+    closed.close()
+    assert llm.generate(prompts[0], params)[0].outputs[0].token_ids == alone[0]
+    for found, stream in zip(read, streams, strict=True):
+        found += [token for delta in stream for token in delta.token_ids]
+    assert read == alone and not llm.streams
+
+
 @pytest.mark.parametrize("params", [{}, 0, False, ""])
 def test_F64_only_a_missing_params_is_the_default(llm, params):
     for call in (llm.generate, llm.chat, lambda *given: next(llm.stream(*given))):

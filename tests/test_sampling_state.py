@@ -107,6 +107,9 @@ def test_F59_eos_wins_over_min_tokens_when_the_mask_leaves_nothing_else():
         assert tokens(sample(row, [state(eos=[3, 4], min_tokens=64, max_tokens=99, **fields)], [complete]))[0] in (3, 4)
     complete[20] = True  # now the text can go on, so it must
     assert tokens(sample(row, [state(eos=[3, 4], min_tokens=64, max_tokens=99)], [complete])) == [20]
+    for end in ([], [5]):  # a stop token that is part of the text ends nothing: what is asked for cannot be
+        (result,) = sample(row, [state(eos=end, stop_token_ids=[3, 4, 20], min_tokens=64, max_tokens=99)], [complete])
+        assert isinstance(result, NoTokenLeft)
 
 
 @pytest.mark.parametrize(
