@@ -97,9 +97,10 @@ def test_unknown_model_says_what_is_known(capsys):
 
 def test_ctrl_c_ends_cleanly(folder):
     command = [sys.executable, str(ROOT / "generate.py"), "--model", folder, *FAST]
-    command += ["--prompt", "the cat", "--max-tokens", "400", "--ignore-eos"]
+    command += ["--prompt", "the cat", "--max-tokens", "400", "--ignore-eos", "--trace"]
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "pipesize": 4096}  # too small for the whole trace
+    process = subprocess.Popen(command, text=True, env=environment, **pipes)
     assert process.stdout.read(8)  # it is answering now
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
