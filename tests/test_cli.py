@@ -100,7 +100,8 @@ def test_ctrl_c_ends_cleanly(folder):
     command += ["--prompt", "the cat", "--max-tokens", "400", "--ignore-eos", "--trace"]
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "pipesize": 4096}  # too small for the whole trace
-    process = subprocess.Popen(command, text=True, env=environment, **pipes)
+    heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}  # also where tests run in the background
+    process = subprocess.Popen(command, text=True, env=environment, **pipes, **heard)
     assert process.stdout.read(8)  # it is answering now
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
