@@ -100,8 +100,11 @@ def test_ctrl_c_ends_cleanly(folder):
     command += ["--prompt", "the cat", "--max-tokens", "400", "--ignore-eos", "--trace"]
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "pipesize": 4096}  # too small for the whole trace
-    heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}  # also where tests run in the background
-    process = subprocess.Popen(command, text=True, env=environment, **pipes, **heard)
+
+    def listen():  # tests that run in the background hand down an ear that is shut
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    process = subprocess.Popen(command, text=True, env=environment, preexec_fn=listen, **pipes)
     assert process.stdout.read(8)  # it is answering now
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
