@@ -19,8 +19,8 @@ whole numbers below 2**53 round nowhere, so no order of addition or path through
 what is less than half a tick, 3e-11 of the likeliest, is never drawn.) (2) u is no generator's next output but a hash
 of (seed, choice, position, stream): a generator that others also draw from, or that must be rewound, does not exist.
 
-On a CPU the kernels draw (kernels_sampling.h): the same line in few passes over a row. Their e^x has another last bit,
-so there a dart within a ten-millionth of a border may land beside it: the same answers on the same backend.
+On a CPU the kernels draw (imported for that; kernels_sampling.h): the same line in few passes over a row. Their e^x has
+another last bit, so a dart within a millionth of a border may land beside it; on one backend an answer stays the same.
 
 Ranks are by logit, ties go to the lower id, everywhere: greedy, top_k=1 and min_p=1 give the same token. No filter
 sorts the vocabulary: top_k selects, top_p sorts one bucket of it.

@@ -18,3 +18,14 @@ def normal(rows: int, vocab: int, seed: int = 0, spread: float = 3.0) -> torch.T
 
 def tokens(results: list) -> list[int]:
     return [result.token for result in results]
+
+
+def shaped(shape: str, vocab: int = 49_152) -> torch.Tensor:
+    """A row of logits [V] of a real vocabulary's size: "peaked", "flat", "all equal", "two levels", "bfloat16 ties"."""
+    return {
+        "peaked": lambda: normal(1, vocab, spread=4.0)[0],
+        "flat": lambda: normal(1, vocab, spread=0.1)[0],
+        "all equal": lambda: torch.full((vocab,), -7.25),
+        "two levels": lambda: (torch.arange(vocab) % 3 == 1).float(),
+        "bfloat16 ties": lambda: normal(1, vocab).bfloat16().float()[0],
+    }[shape]()

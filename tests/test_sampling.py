@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sampling_rows import normal, state, tokens
+from sampling_rows import normal, shaped, state, tokens
 
 import sampling
 from sampling import (
@@ -78,14 +78,7 @@ def test_filters_and_draws_equal_a_full_sort_exactly(values, fields, seed):
 
 @pytest.mark.parametrize("shape", ["peaked", "flat", "all equal", "two levels", "bfloat16 ties"])
 def test_a_real_vocabulary_equals_a_full_sort_exactly(shape):
-    vocab = 49_152
-    row = {
-        "peaked": normal(1, vocab, spread=4.0)[0],
-        "flat": normal(1, vocab, spread=0.1)[0],
-        "all equal": torch.full((vocab,), -7.25),
-        "two levels": (torch.arange(vocab) % 3 == 1).float(),
-        "bfloat16 ties": normal(1, vocab).bfloat16().float()[0],
-    }[shape]
+    row = shaped(shape)
     for fields in [{"top_p": 0.9}, {"top_k": 40, "top_p": 0.5}, {"top_k": 3000}, {"min_p": 0.02, "top_p": 0.99}]:
         params = SamplingParams(**fields)
         ticks = (((row - row.max()) / 1.0).exp() * TICKS).round().double()
@@ -94,7 +87,7 @@ def test_a_real_vocabulary_equals_a_full_sort_exactly(shape):
         order = order[: params.top_k] if params.top_k else order
         reach = ticks[order].cumsum(0)
         order = order[: int((reach < params.top_p * reach[-1]).sum()) + 1]
-        expected = torch.zeros(vocab, dtype=torch.float64)
+        expected = torch.zeros(len(row), dtype=torch.float64)
         expected[order] = ticks[order] / ticks[order].sum()
         assert torch.equal(probabilities(row[None], [state(**fields)])[0], expected), fields
 
