@@ -262,9 +262,8 @@ class HeadProposer(Proposer):
     @torch.inference_mode()
     def measure(self, most: int, before: Callable[[], object] | None = None) -> StepCost:
         """Seconds of a round of 1 to `most` answers, each timed right after `before`: a step of the target, say."""
-        states = torch.zeros(
-            max(2, most), self.target.config.hidden_size, dtype=self.head.dtype, device=self.head.kept.device
-        )
+        shape = max(2, most), self.target.config.hidden_size  # two rows are always timed
+        states = torch.zeros(shape, dtype=self.head.dtype, device=self.head.kept.device)
         return StepCost.measure(lambda rows: self.round(states, list(range(rows)), [0] * rows), most, before=before)
 
     def record(self, rows: int) -> tuple[Tensor, Tensor, Tensor, Callable]:

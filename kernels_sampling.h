@@ -12,7 +12,6 @@
 // that one is sorted.
 #pragma once
 #include <algorithm>
-#include <limits>
 #include <vector>
 
 #include "kernels_simd.h"

@@ -193,12 +193,17 @@ def process_logits(
     if not len(logits) == len(states) == len(masks):
         raise ValueError(f"{len(logits)} rows of logits, {len(states)} states, {len(masks)} masks: one of each per row")
     processed = logits.float().contiguous()
-    touched = [r for r, state in enumerate(states) if masks[r] is not None or state.touches()]
+    touched = _touched(states, masks)
     if touched and processed is logits:
         processed = logits.clone()
     for r in touched:
         states[r].constrain(processed[r], masks[r])
     return processed
+
+
+def _touched(states: Sequence[SamplerState], masks: Sequence[torch.Tensor | None]) -> list[int]:
+    """Whose rows `constrain` would change."""
+    return [i for i, state in enumerate(states) if masks[i] is not None or state.touches()]
 
 
 def argmax(logits: torch.Tensor, rows: Sequence[int] | None = None) -> tuple[list[float], list[int]]:
@@ -359,7 +364,7 @@ def sample(
         raise ValueError(f"{len(rows)} rows of logits, {len(states)} states, {len(masks)} masks: one of each per row")
     raw_values, tokens = argmax(raw, rows)
     values, places = list(raw_values), [(raw, r) for r in rows]  # of the final rows
-    touched = [i for i, state in enumerate(states) if masks[i] is not None or state.touches()]
+    touched = _touched(states, masks)
     if touched:
         processed = raw[[rows[i] for i in touched]]  # a copy
         for i, row in zip(touched, processed, strict=True):

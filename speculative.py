@@ -46,13 +46,15 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 
-from request import Choice
 from sampling import Sampled, draw, probabilities, process_logits, score
+
+if TYPE_CHECKING:
+    from request import Choice
 
 VERDICT, RESIDUAL, GUESS = 1, 2, 3  # streams of sampling.uniform; 0 draws tokens
 FADE, OVERALL_FADE = 0.9, 0.98  # how fast what was seen fades, of one answer and of all, per verified guess
@@ -199,7 +201,7 @@ class StepCost:
                 break
             for rows in sizes:
                 time_once(rows)
-        for rows in reversed(list(seconds)):  # more rows never cost less, and a clock only ever adds
+        for rows in reversed(sizes):  # more rows never cost less, and a clock only ever adds
             seconds[rows] = min(seconds[rows], seconds.get(2 * rows, seconds[rows]))
         return cls(seconds)
 
@@ -283,9 +285,10 @@ class Speculator:
         records = [self._record(choice, strength) for choice, strength in zip(choices, strengths, strict=True)]
         limits = longest if self.step is None else self.plan(choices, records, longest)
         self.asked = dict(zip(choices, strengths, strict=True))
-        missed = sum(self._missed(choice) for choice, limit in zip(choices, limits, strict=True) if limit)
-        self.last.update((choice, self.steps) for choice, limit in zip(choices, limits, strict=True) if limit)
-        guesses = self.proposer.propose(choices, limits) if any(limits) else [[] for _ in choices]
+        guessing = [choice for choice, limit in zip(choices, limits, strict=True) if limit]
+        missed = sum(map(self._missed, guessing))
+        self.last.update(dict.fromkeys(guessing, self.steps))
+        guesses = self.proposer.propose(choices, limits) if guessing else [[] for _ in choices]
         for i, choice in enumerate(choices):
             possible = guesses[i] if trim is None else trim(choice, guesses[i])
             if guesses[i] and not possible:

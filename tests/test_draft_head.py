@@ -413,6 +413,12 @@ def test_the_shipped_head_guesses_for_the_default_model(smollm2):
     kernels.set_backend("reference")
 
 
+def test_an_engine_with_a_single_seat_can_time_its_head():
+    engine = make_engine()
+    cost = HeadProposer(random_head("llama"), engine.model, engine.rows).measure(1)
+    assert cost.rows == [1, 2] and 0 < cost(1) <= cost(2)
+
+
 def test_the_command_refuses_by_name(tmp_path, capsys):
     assert speculative.main(["train", "--out", str(tmp_path / "h"), "--steps", "0"]) == 2
     assert "steps=0: at least 1" in capsys.readouterr().err
