@@ -1,11 +1,11 @@
 """What the engine does in a second, measured so that two programs can be laid side by side.
 
     python bench.py decode --quant int4 --compile --prompt 512 --gen 128 --batch 1 8 32 --threads 2 --json
-    python bench.py claims                           each mechanism against its switch turned off: bench_claims.py
+    python bench.py claims                           each mechanism against its switch turned off: benchmarks/claims.py
     python bench.py versus --quant int4 --compile --peer transformers --peer "python other_bench.py model.gguf"
     python bench.py start --quant int4 --compile     from the command to its first token
-    python bench.py perplexity --quant int4          (bench_quality.py)
-    python bench.py profile --quant int4 --compile   (bench_quality.py)
+    python bench.py perplexity --quant int4          (benchmarks/quality.py)
+    python bench.py profile --quant int4 --compile   (benchmarks/quality.py)
     python bench.py serve | simulate | size | plots  load over HTTP, the scheduler alone, what fits, the pictures
 
 Prefill and decode are two numbers, always: prefill is bound by arithmetic, decode by the bytes of the weights. Both are
@@ -17,7 +17,7 @@ measured through the engine as a user drives it, scheduling, sampling and detoke
 
 Every figure is printed for every repetition, never only the best one. `versus` alternates with other programs (A B C
 A B C ...) that print the same JSON keys, because a shared machine drifts: only ratios within one run mean anything.
-bench_peers.py drives transformers and llama.cpp for it.
+benchmarks/peers.py drives transformers and llama.cpp for it.
 Every command takes --json: one object on stdout, and nothing else. A flag that a command cannot use is refused by name.
 """
 
@@ -35,21 +35,21 @@ from pathlib import Path
 
 import torch
 
-import bench_claims
-import bench_peers
-import bench_plots
-import bench_quality
-import bench_serve
-import bench_size
 import kernels
-import simulate
-from bench_lab import decode, prefill_rate
-from bench_peers import medians
+from benchmarks import claims as bench_claims
+from benchmarks import peers as bench_peers
+from benchmarks import plots as bench_plots
+from benchmarks import quality as bench_quality
+from benchmarks import serve as bench_serve
+from benchmarks import simulate
+from benchmarks import size as bench_size
+from benchmarks.lab import decode, prefill_rate
+from benchmarks.peers import medians
+from benchmarks.roofline import decode_floor, read_bandwidth
 from cli import add_engine_flags, engine_arguments, engine_rules
-from commands import as_command, flag, given, refuse_unused
+from formats.command_line import as_command, flag, given, refuse_unused
 from generate import LLM
 from kv_paged import blocks_needed
-from roofline import decode_floor, read_bandwidth
 
 SCORING = (  # what of the engine a perplexity depends on: one prompt is computed, and nothing is drawn
     "model quant dtype device block_size num_blocks kv_memory kv_dtype max_model_len max_num_batched_tokens reserve "

@@ -34,9 +34,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-import gguf
-from config import CheckpointError, ModelConfig, from_gguf, from_hf, tensor_shapes
-from download import REGISTRY, fetch, hub_folder
+from formats import gguf
+from formats.config import CheckpointError, ModelConfig, from_gguf, from_hf, tensor_shapes
+from formats.download import REGISTRY, fetch, hub_folder
 
 __all__ = ["Checkpoint", "CheckpointError", "ModelConfig", "fetch", "open_checkpoint", "tensor_shapes"]
 

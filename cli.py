@@ -6,7 +6,7 @@
 
 Every argument of LLM and every field of SamplingParams is a flag of the same name, read from their signatures: what the
 library accepts the command line accepts, and neither can drift from the other. stdout carries the answer (with --json
-one JSON object), stderr everything else. The closing line puts the speed beside its floor (roofline.py).
+one JSON object), stderr everything else. The closing line puts the speed beside its floor (benchmarks/roofline.py).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import statistics
 import sys
 import time
 
-from commands import as_command, flag, given, refuse_unused, value_of
+from benchmarks.roofline import decode_floor, read_bandwidth
+from formats.command_line import as_command, flag, given, refuse_unused, value_of
 from generate import LLM
 from kv_paged import block_bytes, parse_memory
 from request import CompletionOutput, Request, RequestOutput
-from roofline import decode_floor, read_bandwidth
 from sampling_params import SamplingParams
 
 DEFAULT_PROMPT = "Once upon a time"

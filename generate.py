@@ -33,8 +33,8 @@ import torch
 import kernels
 from checkpoint import Checkpoint, open_checkpoint
 from compiled import GPU_BUCKETS, DecodeGraphs, LayerCompiler, cuda_capture, tape_capture
-from draft_head import HeadProposer
-from draft_model import DraftModel, make_proposer
+from drafting.draft_model import DraftModel, make_proposer
+from drafting.head import HeadProposer
 from engine import Engine
 from kv_paged import BlockPool, KVCache, block_bytes, blocks_for_budget, blocks_needed, describe_capacity, free_memory
 from model import Transformer, padding_batch

@@ -6,8 +6,8 @@ separate norm, a separate rotation, a separate addition each read and write the 
 call. So the step is cut into a few operations that move every byte once.
 
 The idea. Each operation exists up to three times with one signature: the torch REFERENCE in this file (what it means),
-C++ for the CPU (kernels.cpp, called by kernels_native.py) and, where the GPU is the point, Triton
-(kernels_triton.py). Those files are one concept, cut where a reader would pause. This file registers the operations
+C++ for the CPU (kernels.cpp, called by native/cpu.py) and, where the GPU is the point, Triton
+(native/gpu.py). Those files are one concept, cut where a reader would pause. This file registers the operations
 under `torch.ops.vitrine` with a fake, so that torch.compile sees an opaque node and no graph break, and picks the
 implementation: `set_backend("native" | "reference" | "triton")`.
 
@@ -18,7 +18,7 @@ One decoder layer is six calls:
         ... ─┬─ int4_linear(norm, silu_gate) ── int4_linear(residual) ─┬─ hidden
              └─────────────────────────────────────────────────────────┘
 
-Quantised weights have one packed form for every backend: kernels_packing.py draws it.
+Quantised weights have one packed form for every backend: native/packing.py draws it.
 
 Batch invariance. In the native backend the result of a row never depends on which other rows are in the call: one row,
 few rows and many rows add in the same order, and attention walks the keys in fixed tiles from position 0. That is what
@@ -42,10 +42,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import kernels_build
-import kernels_native
-import kernels_tape
-from kernels_packing import GROUP, TILE, pack_int4, pack_int8, unpack_int4, unpack_int8  # noqa: F401
+from native import build as kernels_build
+from native import cpu as kernels_native
+from native import tape as kernels_tape
+from native.packing import GROUP, TILE, pack_int4, pack_int8, unpack_int4, unpack_int8  # noqa: F401
 
 # ---------------------------------------------------------------- the references
 
@@ -330,7 +330,7 @@ def set_backend(name: str) -> str:
 def _triton_operations(required: bool) -> dict[str, Callable]:
     """The operations that exist in Triton; the others are cheap on a GPU and keep their references."""
     try:
-        import kernels_triton
+        from native import gpu as kernels_triton
     except ImportError as error:
         if not required:
             return {}

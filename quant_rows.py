@@ -51,7 +51,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-import gguf
+from formats import gguf
 
 CHUNK = 1 << 17  # weights handled at a time: bounds the memory that loading needs beside its result
 

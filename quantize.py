@@ -21,7 +21,7 @@ biases stay dense. The schemes: "int8" (a scale for each output channel), "int8-
 Source: Frantar et al. 2022, GPTQ, arXiv:2210.17323, section 1 (why weight-only quantisation speeds up decoding).
 
 Left out: layers that choose their own bits (mixed precision), int4 tables, training. `python quantize.py --model M
---quant int4 --out DIR` writes a quantised folder, by quantized_folder.py.
+--quant int4 --out DIR` writes a quantised folder, by formats/quantized_folder.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from quant_rows import (
     quantize_rows,
 )
 
-VERSION = 1  # of the form in which quantized_folder.py stores weights
+VERSION = 1  # of the form in which formats/quantized_folder.py stores weights
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 
 
@@ -120,7 +120,7 @@ arena = Arena()
 
 
 class _PackedLinear(nn.Module):
-    """What the two quantised layers share. The weight is held once, in the tiles that kernels_packing.py draws.
+    """What the two quantised layers share. The weight is held once, in the tiles that native/packing.py draws.
 
     `activations`: "int8" rounds x to 8 bits by groups of 32 before the product, "float" multiplies x as it is.
     Bytes: rows N padded to a multiple of 16, times the bytes of a row in `stored_layout`.
@@ -276,7 +276,7 @@ def load_rows(ckpt, names: list[str], scheme: Scheme) -> list[QuantRows]:
 
 
 def stored_rows(ckpt, layer: str) -> QuantRows:
-    """Rows of a folder that quantized_folder.py wrote."""
+    """Rows of a folder that formats/quantized_folder.py wrote."""
     qweight, scales = ckpt.tensor(f"{layer}.qweight"), ckpt.tensor(f"{layer}.scales")
     mins = ckpt.tensor(f"{layer}.mins") if qweight.dtype == torch.uint8 else None
     return QuantRows(qweight, scales, mins, ckpt.quant["shapes"][layer][1])
@@ -319,7 +319,7 @@ def embedding_from_checkpoint(ckpt, name: str, scheme: str | Scheme | None, dtyp
 
 def main(argv: list[str] | None = None) -> int:
     """`python quantize.py`: the command lives in quantized_folder.py, which needs more of the engine than this file."""
-    import quantized_folder
+    from formats import quantized_folder
 
     return quantized_folder.main(argv)
 

@@ -19,7 +19,7 @@ whole numbers below 2**53 round nowhere, so no order of addition or path through
 what is less than half a tick, 3e-11 of the likeliest, is never drawn.) (2) u is no generator's next output but a hash
 of (seed, choice, position, stream): a generator that others also draw from, or that must be rewound, does not exist.
 
-On a CPU the kernels draw (imported for that; kernels_sampling.h): the same line in few passes over a row. Their e^x has
+On a CPU the kernels draw (imported for that; sampling.h): the same line in few passes over a row. Their e^x has
 another last bit, so a dart within a millionth of a border may land beside it; on one backend an answer stays the same.
 
 Ranks are by logit, ties go to the lower id, everywhere: greedy, top_k=1 and min_p=1 give the same token. No filter
@@ -43,7 +43,7 @@ from typing import NamedTuple
 import torch
 
 import kernels
-import kernels_native
+from native import cpu as kernels_native
 from sampling_params import SamplingParams
 
 TICKS = 2.0**34  # of the likeliest token. 2**34 * 2**19 tokens = 2**53: sums are exact up to a vocabulary of 524,288

@@ -406,6 +406,6 @@ class Scheduler:
 
 
 if __name__ == "__main__":
-    import simulate
+    from benchmarks import simulate
 
     raise SystemExit(simulate.main())

@@ -43,17 +43,17 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from cli import add_engine_flags, engine_arguments, engine_rules
-from commands import as_command, given, refuse_unused
-from engine_thread import EngineThread, Unavailable
+from formats.command_line import as_command, given, refuse_unused
 from generate import LLM
-from http_guard import ApiError, ApiKey, BodyLimit, EventStream, HeaderLimit, LocalHost, on_error
-from live import Live
-from metrics import exposition
-from ollama_api import OllamaApi
-from openai_api import OpenAIApi
-from service import Limits, Service
+from serving.engine_thread import EngineThread, Unavailable
+from serving.guard import ApiError, ApiKey, BodyLimit, EventStream, HeaderLimit, LocalHost, on_error
+from serving.live import Live
+from serving.metrics import exposition
+from serving.ollama_api import OllamaApi
+from serving.openai_api import OpenAIApi
+from serving.service import Limits, Service
 
-PAGE = Path(__file__).with_name("live.html")
+PAGE = Path(__file__).parent / "serving" / "live.html"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 LAST_WORDS_S = 2.0  # after the drain: time for errors to reach their clients
 

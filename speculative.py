@@ -30,7 +30,7 @@ nothing on it there are none. A hundredth of all tokens is paid in, so that text
               0 . . 0.04 . . 0.08 . . ...            the hundredth has added up to a little, and it is asked once more
 
 This file has the rules and the cheapest proposer: what followed the last occurrence of the latest few tokens (prompt
-lookup). draft_head.py has one that was trained for its target, draft_model.py those that are models.
+lookup). drafting/head.py has one that was trained for its target, drafting/draft_model.py those that are models.
 
 Sources: Leviathan, Kalman and Matias 2023 (arXiv:2211.17192, section 2.3 and appendix A.1 for the rule, 3.3 for the
 cost); Chen et al. 2023 (arXiv:2302.01318); Daliri, Musco and Suresh 2024 (arXiv:2408.07978) for coupled draws that do
@@ -412,8 +412,8 @@ class Speculator:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`python speculative.py train | measure`: the commands live in train_head.py, which needs the whole engine."""
-    import train_head
+    """`python speculative.py train | measure`: the commands live in drafting/train.py, which needs the whole engine."""
+    from drafting import train as train_head
 
     return train_head.main(argv)
 

@@ -10,7 +10,7 @@ bytes an id stands for.
 
     tokenizer.json, tokenizer_config.json --+                    encode        "hi"    -> [BOS] 5303      plain text
     GGUF metadata -- gguf_vocab.py ---------+--> Tokenizer ----- encode_chat   messages -> the template's ids, no more
-    chat_template.jinja -- chat_template.py +                    token_bytes   5303    -> b"hi"
+    chat_template.jinja -- formats/chat_template.py +                    token_bytes   5303    -> b"hi"
                                                                  detokenizer   ids, a few at a time -> whole characters
 
 Beginnings. `encode` adds what the model's files ask for: BOS where the tokenizer normally adds it, once, and never if
@@ -39,10 +39,10 @@ from typing import Any
 
 import tokenizers
 
-import gguf_vocab
-from chat_template import ChatTemplate, ControlStrings, Shield
 from detokenizer import Detokenizer, StopChecker
-from template_sandbox import TemplateError
+from formats import gguf_vocab
+from formats.chat_template import ChatTemplate, ControlStrings, Shield
+from formats.template_sandbox import TemplateError
 
 __all__ = ["Detokenizer", "StopChecker", "TemplateError", "Tokenizer"]
 

@@ -1,7 +1,5 @@
-"""What every test shares: the flat modules on the path, hypothesis profiles, the PyPI `gguf` package as an oracle."""
+"""What every test shares: the flat modules on the path, hypothesis profiles."""
 
-import functools
-import importlib
 import os
 import sys
 from pathlib import Path
@@ -21,20 +19,6 @@ EXPECTED_SKIPS = ("needs a GPU", "needs a browser", "runs in the child process",
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=100, print_blob=True, derandomize=True)
 hypothesis.settings.register_profile("deep", deadline=None, max_examples=10_000)
 hypothesis.settings.load_profile("ci")  # --hypothesis-profile=deep overrides it
-
-
-@functools.cache
-def oracle_gguf():
-    """The PyPI package `gguf`, imported past our own gguf.py, which keeps the name."""
-    ours = importlib.import_module("gguf")
-    path = sys.path[:]
-    try:
-        sys.path = [p for p in path if Path(p or ".").resolve() != ROOT]
-        del sys.modules["gguf"]
-        return importlib.import_module("gguf")
-    finally:
-        sys.path = path
-        sys.modules["gguf"] = ours
 
 
 @pytest.fixture(scope="session")

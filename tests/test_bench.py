@@ -7,7 +7,7 @@ import pytest
 import tiny
 
 import bench
-import bench_peers
+from benchmarks import peers as bench_peers
 
 
 @pytest.fixture(scope="module")

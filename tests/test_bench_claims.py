@@ -10,18 +10,18 @@ import pytest
 import tiny
 
 import bench
-import bench_claims
-import bench_guessing
-import bench_mapping
-import bench_sharing
 import generate
-from bench_claims import CLAIMS, as_markdown, as_text, columns, measure, summary, with_summary
-from bench_lab import Claim, Found, Lab, Run, Sizes, answer_of, gathered, run_all
+from benchmarks import claims as bench_claims
+from benchmarks import guessing as bench_guessing
+from benchmarks import mapping as bench_mapping
+from benchmarks import sharing as bench_sharing
+from benchmarks.claims import CLAIMS, as_markdown, as_text, columns, measure, summary, with_summary
+from benchmarks.lab import Claim, Found, Lab, Run, Sizes, answer_of, gathered, run_all
 from checkpoint import open_checkpoint
 from compiled import LayerCompiler
 from speculative import StepCost
 
-ROOT = Path(bench_claims.__file__).parent
+ROOT = Path(bench_claims.__file__).parent.parent
 SMALL = Sizes(
     rounds=2,
     trace_requests=60,

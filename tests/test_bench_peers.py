@@ -10,9 +10,9 @@ import tiny
 import torch
 
 import bench
-import bench_peers
 import checkpoint
 import naive
+from benchmarks import peers as bench_peers
 
 SIZES = ["--prompt", "20", "--gen", "3", "--batch", "1", "2", "--repeat", "1", "--threads", "1"]
 

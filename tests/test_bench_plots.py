@@ -9,11 +9,11 @@ import pytest
 import tiny
 
 import bench
-import bench_pictures
-import bench_plot_data
-import bench_plots
-from bench_plot_data import Bench, Sizes
-from bench_plots import PICTURES
+from benchmarks import pictures as bench_pictures
+from benchmarks import plot_data as bench_plot_data
+from benchmarks import plots as bench_plots
+from benchmarks.plot_data import Bench, Sizes
+from benchmarks.plots import PICTURES
 
 ROOT = Path(__file__).resolve().parent.parent
 SVG = "{http://www.w3.org/2000/svg}"

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from serving import folder, make_llm, serving
+from server_fixture import folder, make_llm, serving
 
-import bench_serve
-from bench_serve import Answer, percentile, summary, wait_for_address
+from benchmarks import serve as bench_serve
+from benchmarks.serve import Answer, percentile, summary, wait_for_address
 
 
 @pytest.fixture(scope="module")

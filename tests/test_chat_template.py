@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tiny_tokenizer import CHATML, KINDS, byte_level_library, folder, gguf_metadata, metaspace_library, tiny
 from tokenizers import AddedToken
 
-import template_sandbox
-from chat_template import ChatTemplate, ControlStrings, Shield
+from formats import template_sandbox
+from formats.chat_template import ChatTemplate, ControlStrings, Shield
 from tokenizer import TemplateError, Tokenizer
 
 USER = [{"role": "user", "content": "hi"}]

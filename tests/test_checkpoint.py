@@ -6,15 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gguf as oracle_gguf
 import pytest
 import tiny
 import torch
-from conftest import ROOT, oracle_gguf
+from conftest import ROOT
 from safetensors.torch import load_file, save_file
 
 import checkpoint
-import gguf
 from checkpoint import CheckpointError, open_checkpoint
+from formats import gguf
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -62,7 +63,7 @@ def test_both_containers_hold_the_tensors_of_transformers(tmp_path, arch, tied):
 def test_gguf_blocks_come_in_the_row_order_of_transformers(tmp_path, arch, quant):
     folder = tiny.hf_folder(tmp_path / "hf", arch, tokenizer=False)
     ours = open_checkpoint(tiny.gguf_file(folder, tmp_path / "m.gguf", quant))
-    package = oracle_gguf()
+    package = oracle_gguf
     kind = package.GGMLQuantizationType[quant]
     for name, value in load_file(folder / "model.safetensors").items():
         blocks = ours.blocks(name)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import as_command, given, refuse_unused
+from formats.command_line import as_command, given, refuse_unused
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import config
 from checkpoint import CheckpointError, open_checkpoint
+from formats import config
 
 BASE = {
     "model_type": "llama",

@@ -10,8 +10,8 @@ import pytest
 import tiny
 from huggingface_hub import errors
 
-import download
 from checkpoint import CheckpointError, fetch, open_checkpoint
+from formats import download
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from test_engine import GREEDY, expected, make_engine, prompts_of, random_head, run, world
 from test_speculative import assert_drawn_from
 
-import head_texts
 import kernels
 import speculative
 from compiled import DecodeGraphs
-from draft_head import (
+from drafting import texts as head_texts
+from drafting.head import (
     KEY,
     DraftHead,
     HeadProposer,
@@ -25,13 +25,13 @@ from draft_head import (
     save_head,
     strength_of,
 )
+from drafting.train import Settings, head_step, measure, norm, train
 from generate import LLM
 from kv_paged import KVCache
 from layout import build_batch
 from sampling_params import SamplingParams
 from scheduler import Sequence, Step
 from speculative import NgramProposer, Speculator
-from train_head import Settings, head_step, measure, norm, train
 
 OPTIONS = {"kernels": "reference", "num_blocks": 200, "threads": 1}
 

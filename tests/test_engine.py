@@ -20,8 +20,8 @@ import guided
 import kernels
 import naive
 from checkpoint import open_checkpoint
-from draft_head import DraftHead, HeadProposer, head_shapes
-from draft_model import DraftModel, first_layers
+from drafting.draft_model import DraftModel, first_layers
+from drafting.head import DraftHead, HeadProposer, head_shapes
 from engine import Engine
 from kv_paged import BlockPool, KVCache
 from model import Transformer

@@ -3,11 +3,11 @@
 import asyncio
 
 import pytest
-from serving import make_llm
+from server_fixture import make_llm
 
-from engine_thread import EngineThread, Served, Unavailable
-from metrics import Metrics
 from sampling_params import SamplingParams
+from serving.engine_thread import EngineThread, Served, Unavailable
+from serving.metrics import Metrics
 
 PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 

@@ -4,15 +4,15 @@ import random
 import struct
 import tracemalloc
 
+import gguf as oracle_gguf
 import numpy as np
 import pytest
 import tiny
 import torch
-from conftest import oracle_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import gguf
+from formats import gguf
 
 QUANTISED = [name for name, kind in gguf.KINDS.items() if kind.dense is None]
 # Where the fp16 scales of a block are, so that tests can put chosen numbers there.
@@ -21,7 +21,7 @@ HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_0": (0,), "Q5_0"
 
 def oracle(kind: str, data: torch.Tensor) -> torch.Tensor:
     """[N, blocks, bytes] uint8 -> [N, K] float32, by the PyPI package."""
-    package = oracle_gguf()
+    package = oracle_gguf
     with np.errstate(all="ignore"):
         return torch.tensor(package.quants.dequantize(data.flatten(1).numpy(), package.GGMLQuantizationType[kind]))
 
@@ -216,7 +216,7 @@ def test_alignment_is_the_files_own(tmp_path):
 @pytest.mark.parametrize("quant", ["F16", "BF16", "Q4_0", "Q5_1", "Q8_0"])
 def test_files_of_the_gguf_package_read_as_it_reads_them(tmp_path, quant):
     path = tiny.gguf_file(tiny.hf_folder(tmp_path / "hf", "llama"), tmp_path / "m.gguf", quant)
-    package, ours = oracle_gguf(), gguf.File(path)
+    package, ours = oracle_gguf, gguf.File(path)
     reader = package.GGUFReader(path)
     assert set(ours.tensors) == {t.name for t in reader.tensors}
     for t in reader.tensors:

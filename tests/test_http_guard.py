@@ -5,9 +5,9 @@ import asyncio
 import pytest
 from fastapi.exceptions import RequestValidationError
 
-from engine_thread import Unavailable
-from http_guard import ApiError, EventStream, LocalHost, as_api_error, error_body, error_response, sse, until_left
 from sampling_params import ParameterError
+from serving.engine_thread import Unavailable
+from serving.guard import ApiError, EventStream, LocalHost, as_api_error, error_body, error_response, sse, until_left
 from tokenizer import TemplateError
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kernel_cases import ROWS, SEEDS, Paged, drawn, generator, ops, poison
 
 import kernels
-import kernels_native
+from native import cpu as kernels_native
 
 
 @pytest.fixture(autouse=True)

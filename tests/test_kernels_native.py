@@ -12,7 +12,7 @@ import torch
 from kernel_cases import copies, layer_inputs, one_layer, ops
 
 import kernels
-import kernels_build
+from native import build as kernels_build
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
 
@@ -171,14 +171,15 @@ def test_where_nothing_can_be_kept_the_kernels_are_built_for_this_run(tmp_path):
 
 @needs_compiler
 def test_the_avx512_version_compiles(tmp_path):
-    source = Path(kernels.__file__).with_name("kernels.cpp")
+    source = Path(kernels.__file__).parent / "native" / "kernels.cpp"
     command = ["g++", "-std=c++17", "-O0", "-fsyntax-only", "-Wall", "-march=icelake-server", str(source)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0 and "kernels" not in result.stderr, result.stderr
 
 
 CHILD = """
-import sys, pytest, kernels_build
+import sys, pytest
+from native import build as kernels_build
 kernels_build.load(kernels_build.build(tuple(sys.argv[1].split())))
 print("isa", kernels_build.load())
 chosen = "reference or bits or F62 or F21 or 128 or canonical"

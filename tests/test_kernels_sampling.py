@@ -14,7 +14,7 @@ from kernel_cases import SEEDS, drawn
 from sampling_rows import normal, shaped, state, tokens
 
 import kernels
-import kernels_native
+from native import cpu as kernels_native
 from sampling import probabilities, process_logits, sample
 
 NEAR = 1e-6

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import browser
 import pytest
-from serving import make_llm, serving
+from server_fixture import make_llm, serving
 
-from live import ranges, step_row
 from sequence import Sequence, Step
+from serving.live import ranges, step_row
 
 LONG = {"prompt": "the", "max_tokens": 150, "ignore_eos": True, "seed": 1}
 

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 from hypothesis import given
 from tiny_tokenizer import texts, tiny
 
-from logprob_format import LEAST, Trail, chat_logprobs, completion_logprobs, prompt_places, token_name
 from request import Delta
 from sampling import Sampled
+from serving.logprobs import LEAST, Trail, chat_logprobs, completion_logprobs, prompt_places, token_name
 
 TOKENIZER = tiny("bytes")
 

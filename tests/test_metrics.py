@@ -3,8 +3,8 @@
 import re
 from types import SimpleNamespace
 
-from metrics import Histogram, Metrics, exposition
 from request import Delta
+from serving.metrics import Histogram, Metrics, exposition
 
 
 def request(number: int = 1, arrival: float = 0.0, reasons=("length",)):

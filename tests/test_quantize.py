@@ -2,13 +2,13 @@
 
 import dataclasses
 
+import gguf as oracle_gguf
 import pytest
 import torch
-from conftest import oracle_gguf
 from hypothesis import given
 from hypothesis import strategies as st
 
-import gguf
+from formats import gguf
 from quant_rows import (
     SCHEMES,
     QuantRows,
@@ -57,13 +57,13 @@ class Memory:
 
 def blocks_of(kind: str, weight: torch.Tensor) -> gguf.Blocks:
     """`weight` quantised by the PyPI package `gguf`."""
-    oracle = oracle_gguf()
+    oracle = oracle_gguf
     raw = torch.from_numpy(oracle.quants.quantize(weight.numpy(), oracle.GGMLQuantizationType[kind]))
     return gguf.Blocks(kind, tuple(weight.shape), raw.view(len(weight), weight.shape[1] // 32, -1))
 
 
 def oracle_weight(blocks: gguf.Blocks) -> torch.Tensor:
-    oracle = oracle_gguf()
+    oracle = oracle_gguf
     raw = blocks.data.reshape(len(blocks.data), -1).numpy()
     return torch.from_numpy(oracle.quants.dequantize(raw, oracle.GGMLQuantizationType[blocks.kind]))
 

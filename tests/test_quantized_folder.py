@@ -10,13 +10,12 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
-import gguf
 import quantize
-import quantized_folder
 from checkpoint import open_checkpoint, tensor_shapes
-from config import from_hf
+from formats import gguf, quantized_folder
+from formats.config import from_hf
+from formats.quantized_folder import WEIGHTS, save_quantized, write_weights
 from quant_rows import SCHEMES, stored_layout
-from quantized_folder import WEIGHTS, save_quantized, write_weights
 from tokenizer import Tokenizer
 
 FUSED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",))

@@ -3,7 +3,7 @@
 import torch
 
 import kernels
-import roofline
+from benchmarks import roofline
 
 
 def test_the_bandwidth_is_measured_with_the_threads_of_the_kernels(monkeypatch):

@@ -5,7 +5,7 @@ import math
 
 import openai
 import pytest
-from serving import make_llm, reasons, script, serving, text_of
+from server_fixture import make_llm, reasons, script, serving, text_of
 
 from sampling_params import SamplingParams
 from serve import main, named_models, parse_arguments
@@ -248,7 +248,7 @@ def test_two_models_in_one_process():
 
 
 def arch_folder(arch: str):
-    from serving import folder
+    from server_fixture import folder
 
     return folder(arch)
 
@@ -315,7 +315,7 @@ def tool_server(tmp_path_factory):
     """A model whose template lists tools and prints calls the way Qwen's does."""
     import shutil
 
-    from serving import folder
+    from server_fixture import folder
 
     path = tmp_path_factory.mktemp("tools") / "m"
     shutil.copytree(folder(), path)

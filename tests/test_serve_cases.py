@@ -6,7 +6,7 @@ import shutil
 import pytest
 import tiny
 import tiny_tokenizer
-from serving import folder, make_llm, reasons, script, serving, text_of
+from server_fixture import folder, make_llm, reasons, script, serving, text_of
 
 SEED = 7  # of scripted answers
 EOS = 2

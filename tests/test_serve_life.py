@@ -15,13 +15,13 @@ from pathlib import Path
 import hypothesis
 import pytest
 import schemathesis
-from serving import folder, http_bytes, make_llm, raw_request, reasons, script, serving, text_of
+from server_fixture import folder, http_bytes, make_llm, raw_request, reasons, script, serving, text_of
 
 import engine as engine_module
-from engine_thread import Job
 from request import Request
 from sampling_params import SamplingParams
-from service import Limits
+from serving.engine_thread import Job
+from serving.service import Limits
 
 LONG = {"prompt": "the", "max_tokens": 5000, "ignore_eos": True, "logit_bias": {"70": 100}}
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-import simulate
+from benchmarks import simulate
 from scheduler import Scheduler
 
 

@@ -11,7 +11,7 @@ import torch
 from test_engine import GREEDY, assert_all_free, expected, make_engine, prompts_of, run, world
 
 from compiled import DecodeGraphs
-from draft_model import check_same_tokens, first_layers
+from drafting.draft_model import check_same_tokens, first_layers
 from generate import LLM
 from kv_paged import blocks_needed
 from sampling import SamplerState, draw, probabilities, process_logits

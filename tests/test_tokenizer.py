@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from tiny_tokenizer import CHATML, SPECIALS, byte_level_library, folder, gguf_metadata, texts, tiny
 from tokenizers import Regex, decoders, processors
 
-import gguf_vocab
+from formats import gguf_vocab
 from tokenizer import Tokenizer
 
 DATA = Path(__file__).parent / "data"
@@ -286,7 +286,7 @@ def test_cuts_differ_in_digits(pre, digits):
 
 def test_default_model_equals_llama_cpp_on_recorded_texts(smollm2):
     """The data file names the command that made it."""
-    import gguf
+    from formats import gguf
 
     tokenizer = Tokenizer.from_gguf(gguf.File(smollm2).metadata)
     pairs = json.loads((DATA / "smollm2_tokens.json").read_text())["pairs"]

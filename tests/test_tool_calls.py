@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chat_template import ChatTemplate
+from formats.chat_template import ChatTemplate
+from serving.tools import LAYOUTS, ForcedCall, ToolParser, find_layout, forced_schema
 from structured import GrammarError, compile_json_schema
-from tool_calls import LAYOUTS, ForcedCall, ToolParser, find_layout, forced_schema
 
 MARKED, PARAMETERS, ARGUMENTS = LAYOUTS
 TOOLS = [{"function": {"name": "f"}}, {"function": {"name": "g", "parameters": {"type": "object", "properties": {}}}}]

@@ -138,10 +138,9 @@ def gguf_file(hf_path: str | Path, out: str | Path, quant: str = "F32") -> Path:
 
     `quant` (F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0) applies to the matrices; norms and biases stay F32.
     """
-    from conftest import oracle_gguf
+    import gguf
     from safetensors import safe_open
 
-    gguf = oracle_gguf()
     hf_path, out = Path(hf_path), Path(out)
     config = json.loads((hf_path / "config.json").read_text(encoding="utf-8"))
     arch = "llama" if config["model_type"] == "mistral" else config["model_type"]

@@ -9,7 +9,7 @@ import tokenizers
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
-import gguf_vocab
+from formats import gguf_vocab
 from tokenizer import BYTE_OF, Tokenizer
 
 SPECIALS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]

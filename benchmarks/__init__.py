@@ -1,0 +1,1 @@
+"""Measurements, peers, plots and the simulator."""

@@ -1,0 +1,301 @@
+"""What guessing and jumping buy: several tokens from one step, where the text or a grammar allows it.
+
+Problem. A decode step reads every weight for one row. More rows would cost little, but the next token has to be known
+first: guessed by something cheap, or forced by a structure.
+
+Idea. The same prompts with each proposer and with none, on text that repeats what stands in the prompt and on text that
+does not, alone and in a batch (benchmarks/lab.py):
+
+    speculation    off | each of PROPOSERS          steps for the same tokens; guesses made and accepted
+    structured     free | mask | mask and jumps     steps, tokens drawn, valid answers; what masks and grammars cost
+
+    quotes     <a passage> The same text once more:      greedy; the answer stands in the prompt
+    code       <a function> The same, renamed:           greedy; most of the answer does
+    story      Once upon a time there was a fox who      drawn at temperature 0.8; nothing does
+
+Guesses change no answer, so all sides must give the same tokens. Forced text may be written in other tokens than drawn
+text, so there it is validity that is compared. The seconds are those of decoding alone.
+
+Sources: the paper of each mechanism stands beside its claim. Left out: trees of guesses, verify="rejection" (the same
+steps but for the luck of the draw).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable
+
+from benchmarks.lab import Claim, Found, Lab, Run, middle, ratio, run_all, run_decode, tokens_of
+from benchmarks.quality import TEXT
+from generate import LLM
+from request import Request
+from sampling_params import SamplingParams
+from speculative import Speculator
+from structured import TokenGuide, TokenTrie, compile_json_schema
+
+PROPOSERS = ("ngram", "head", "self:{third}")  # values of `speculate`; {third} is a third of the model's layers
+SAMPLED = {"temperature": 0.8}
+ANIMALS = ("fox", "whale", "mouse", "heron", "badger", "goat", "beetle", "wolf")
+CODE = """def total_of_{0}(items):
+    total = 0
+    for item in items:
+        if item.kind == "{0}":
+            total += item.price * item.count
+    return total
+"""
+
+
+def quotes() -> list[str]:
+    passages = [line[:240] for line in TEXT.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [f"{passage}\n\nThe same text once more, word for word:\n\n{passage[:40]}" for passage in passages[:8]]
+
+
+def code() -> list[str]:
+    asked = "# The same function, with total renamed to result:\n"
+    return [CODE.format(animal) + "\n" + asked + f"def result_of_{animal}" for animal in ANIMALS]
+
+
+def story() -> list[str]:
+    return [f"Once upon a time there was a {animal} who" for animal in ANIMALS]
+
+
+TEXTS: dict[str, tuple[Callable[[], list[str]], dict]] = {
+    "quotes": (quotes, {"temperature": 0.0}),
+    "code": (code, {"temperature": 0.0}),
+    "story": (story, SAMPLED),
+}
+
+
+def speculation(lab: Lab) -> Found:
+    """Texts x batch sizes x proposers."""
+    engines: dict[str, LLM] = {}
+    left_out = []
+    for pattern in PROPOSERS:
+        name = pattern.format(third=max(1, lab.llm.config.num_layers // 3))
+        lab.tick(f"loading {name}")
+        try:
+            engines[name] = lab.open(speculate=name)
+        except ValueError as error:  # not every proposer is to be had for every model
+            print(f"speculation without {name}: {error}", file=sys.stderr)
+            left_out.append(name)
+    speculators = {name: llm.engine.speculator for name, llm in engines.items()}
+    runs = itertools.count()
+
+    def side(text: str, batch: int, name: str | None) -> Run:
+        llm = lab.use(engines[name or PROPOSERS[0]])
+        prompts, params = TEXTS[text][0](), TEXTS[text][1] | {"max_tokens": lab.sizes.guessed}
+        speculator = None
+        if name is not None:  # a fresh one, which has learnt nothing yet
+            known = speculators[name]
+            speculator = Speculator(known.proposer, known.most, known.step, known.draft, known.trust)
+        llm.engine.speculator = speculator
+        scheduler = lab.scheduler(llm=llm, lookahead=speculator.most if speculator else 0)
+        place = next(runs)  # a draft's prefix cache must not know the prompts from the round before
+        requests = [
+            llm.add(prompt, SamplingParams(ignore_eos=True, seed=i, **params), namespace=place)
+            for i, prompt in enumerate(prompts[:batch])
+        ]
+        rate = run_decode(llm, requests)
+        if speculator is not None and llm.engine.speculator is not speculator:
+            raise ValueError(f"{name} failed while it guessed; its error stands above")
+        stats = speculator.stats() if speculator else {"drafted": 0, "accepted": 0, "tokens_per_step": 1.0}
+        counted = {"steps": scheduler.work["steps"], "guesses": stats["drafted"], "accepted": stats["accepted"]}
+        counted["tokens a step"] = round(stats["tokens_per_step"], 2)
+        clock = {"tok/s": rate} | ({"pays above %": 100 * stats["break_even"]} if speculator else {})
+        return Run(counted, clock, tokens_of(requests))
+
+    batches, sides = lab.sizes.batches[:2], {}
+    names = {"off": None} | {name: name for name in engines}
+    for text, n in itertools.product(TEXTS, batches):
+        sides |= lab.alternate(
+            {f"{text} x{n}, {label}": lambda t=text, n=n, p=p: side(t, n, p) for label, p in names.items()}
+        )
+
+    def gain(text: str, n: int, name: str) -> str:
+        on, off = sides[f"{text} x{n}, {name}"], sides[f"{text} x{n}, off"]
+        share = on["counted"]["accepted"] / max(1, on["counted"]["guesses"])
+        return f"{text} {ratio(on, off, 'tok/s').split(' ')[0]} ({share:.0%} right)"
+
+    found = [
+        f"{name} {n} at a time: {', '.join(gain(text, n, name) for text in TEXTS)}" for name in engines for n in batches
+    ]
+    even = [f"{name} {100 * speculator.break_even():.0f} %" for name, speculator in speculators.items()]
+    most = {
+        text: max(sides[f"{text} x{n}, {name}"]["counted"]["tokens a step"] for n in batches for name in engines)
+        for text in TEXTS
+    }
+    return Found(
+        sides,
+        f"{'; '.join(found)}; one guess alone pays if right more often than {', '.join(even)}"
+        + f"; not to be had for this model: {', '.join(left_out)}" * bool(left_out),
+        f"guesses for nothing: tokens a step, {', '.join(f'{text} {value:.2f}x' for text, value in most.items())}",
+    )
+
+
+def schema(**properties) -> dict:
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+WORD = {"type": "string", "maxLength": 24}
+YEAR = {"type": "integer", "minimum": 1000, "maximum": 2100}
+PERSON = schema(full_name=WORD, place_of_birth=WORD, year_of_birth=YEAR)
+EXAMPLE = """Text: Marie Curie was born in Warsaw in 1867.
+JSON: {"full_name": "Marie Curie", "place_of_birth": "Warsaw", "year_of_birth": 1867}
+
+Text: %s
+JSON: """
+ITEM = schema(sku={"type": "string", "pattern": "^[A-Z]{3}-[0-9]{4}$"}, count={"type": "integer", "minimum": 1})
+SCHEMAS = {
+    "person": PERSON,
+    "order": schema(
+        id={"type": "string", "format": "uuid"},
+        status={"enum": ["new", "paid", "sent"]},
+        items={"type": "array", "items": ITEM, "minItems": 1, "maxItems": 4},
+    ),
+    "tool call": {
+        "anyOf": [
+            schema(tool={"const": "weather"}, arguments=schema(city=WORD, days={"type": "integer", "maximum": 14})),
+            schema(tool={"const": "search"}, arguments=schema(query={"type": "string", "maxLength": 80})),
+        ]
+    },
+}
+PEOPLE = (
+    "Ada Lovelace was born in London in 1815.",
+    "Wolfgang Amadeus Mozart was born in Salzburg in 1756.",
+    "Emmy Noether was born in Erlangen in 1882.",
+    "Leonhard Euler was born in Basel in 1707.",
+    "Sofia Kovalevskaya was born in Moscow in 1850.",
+    "Alan Turing was born in London in 1912.",
+)
+
+
+def is_person(text: str) -> bool:
+    """Whether a text begins with JSON of the schema PERSON; what follows is forgiven."""
+    try:
+        value, _ = json.JSONDecoder().raw_decode(text.lstrip())
+    except ValueError:
+        return False
+    if not isinstance(value, dict) or set(value) != set(PERSON["properties"]):
+        return False
+    words = all(isinstance(value[key], str) and len(value[key]) <= 24 for key in ("full_name", "place_of_birth"))
+    return words and type(value["year_of_birth"]) is int and 1000 <= value["year_of_birth"] <= 2100
+
+
+def structured(lab: Lab) -> Found:
+    """Records as JSON, one after another: freely, under a mask, and with what is forced appended at once."""
+    llm = lab.llm
+    guides, engine = llm.engine.guides, llm.engine
+
+    def answer(text: str, **shape) -> Request:
+        params = SamplingParams(temperature=0, max_tokens=160 if shape else 48, **shape)
+        return llm.add(EXAMPLE % text, params)
+
+    def side(shape: dict, jumps: bool) -> Run:
+        scheduler, pick, drawn = lab.scheduler(), engine.pick, 0
+        requests = []
+
+        def counting(ready, logits):
+            nonlocal drawn
+            drawn += sum(not choice.forced for choice, _ in ready)
+            return pick(ready, logits)
+
+        before, guides.jump_forward, engine.pick = guides.jump_forward, jumps, counting
+        try:
+            began = time.perf_counter()
+            for text in PEOPLE[: lab.sizes.records]:
+                requests.append(answer(text, **shape))
+                run_all(llm, requests)
+            rate = len(requests) / (time.perf_counter() - began)
+        finally:
+            guides.jump_forward = before
+            del engine.pick
+        texts = [request.choices[0].text for request in requests]
+        tokens = sum(len(ids) for ids in tokens_of(requests))
+        counted = {"steps": scheduler.work["steps"], "tokens": tokens, "drawn": drawn, "forced": tokens - drawn}
+        return Run(
+            counted | {"valid": sum(map(is_person, texts)) / len(texts)}, {"records/s": rate}, tokens_of(requests)
+        )
+
+    shape = {"json_schema": PERSON}
+    for jumps in (False, True):  # masks are kept, so the first answers would pay for those of the later ones
+        side(shape, jumps)
+    sides = lab.alternate(
+        {
+            "free": lambda: side({}, True),
+            "mask": lambda: side(shape, False),
+            "mask and jumps": lambda: side(shape, True),
+        }
+    )
+    sides |= lab.alternate(
+        {"vocabulary": lambda: build_trie(llm)}
+        | {f"grammar of {name}": lambda s=s: build_guide(llm, s) for name, s in SCHEMAS.items()}
+    )
+    plain, jumps = sides["mask"], sides["mask and jumps"]
+    a, b = plain["counted"], jumps["counted"]
+    builds = [middle(sides[f"grammar of {name}"], "build s") for name in SCHEMAS]
+    person = sides["grammar of person"]
+    return Found(
+        sides,
+        f"jumps {ratio(jumps, plain, 'records/s')} the speed of a mask alone, {b['steps']} steps instead of "
+        f"{a['steps']}; valid {sides['free']['counted']['valid']:.0%} free, {a['valid']:.0%} and {b['valid']:.0%} with "
+        f"the schema; a mask takes {middle(person, 'first mask us'):,.0f} us where its state is new, "
+        f"{middle(person, 'mask us'):.1f} us again; grammars build in {min(builds):.2f} to {max(builds):.2f} s",
+        f"only what is not forced is drawn: {a['drawn'] / b['drawn']:.2f}x fewer draws",
+    )
+
+
+def build_trie(llm: LLM) -> Run:
+    began = time.perf_counter()
+    trie = TokenTrie.from_tokenizer(llm.tokenizer, llm.config.vocab_size)
+    return Run({"states": trie.num_nodes}, {"build s": time.perf_counter() - began})
+
+
+def build_guide(llm: LLM, schema: dict) -> Run:
+    """Compile a schema, and walk the tokens of a text along it: masks of new states, and the same masks once more."""
+    guides = llm.engine.guides
+    trie, ends = guides.trie, guides.eos_token_ids
+    began = time.perf_counter()
+    guide = TokenGuide(compile_json_schema(json.dumps(schema)), trie, ends)
+    build = time.perf_counter() - began
+    states, seconds = [guide.start], []
+    while len(states) < 24:  # some text that the grammar allows: of each mask the middle token
+        allowed = [i for i in guide.mask(states[-1]).nonzero().flatten().tolist() if i not in ends]
+        if not allowed:
+            break
+        states.append(guide.advance(states[-1], allowed[len(allowed) // 2]))
+    fresh = TokenGuide(guide.dfa, trie, ends)
+    for _ in range(2):
+        began = time.perf_counter()
+        for state in states:
+            fresh.mask(state)
+        seconds.append((time.perf_counter() - began) / len(states) * 1e6)
+    clock = {"build s": build, "first mask us": seconds[0], "mask us": seconds[1]}
+    return Run({"states": len(guide.dfa.table)}, clock)
+
+
+CLAIMS = {
+    "speculation": Claim(
+        speculation,
+        "speculative decoding",
+        "2-3x; with a draft model of a tenth of the size 25.3 -> 48.4 tok/s, 1.9x",
+        "Leviathan et al. (ICML 2023); gpt-fast (2023)",
+        "T5-XXL 11B on a TPU; Llama-2-70B in int4 with a 7B draft on A100s",
+        "a row more is nearly free where a step waits for its weights, as on those machines; on two cores a step of a "
+        "small model is arithmetic from a few rows on, so only guesses that are mostly right pay, fewer in a batch.",
+        120,
+    ),
+    "structured": Claim(
+        structured,
+        "structured output with jump-forward",
+        "1.6x throughput on JSON, no invalid output ever",
+        "SGLang (NeurIPS 2024), section 4",
+        "Llama-2-7B, one A10G",
+        "the gain is the share of an answer that the schema forces, in tokens; a short record of long keys has much of "
+        "it, and the step that computes a forced run costs as many rows as it has tokens.",
+        40,
+        "none: forced text may be written in other tokens; validity is compared",
+    ),
+}

@@ -1,0 +1,169 @@
+"""What mapping the checkpoint buys: children that open it mapped, or read it whole, and say what they hold.
+
+Problem. Reading a file of weights copies it from the page cache into memory of the process, and a second process makes
+another copy. Both copies count while the model is built, and neither is needed.
+
+Idea. Two children with one switch, driven over a pipe, and the system's own books on them (/proc: VmHWM is the peak,
+RssAnon what is private, Pss what is shared divided by those who share it):
+
+    mapped   page cache [ file ] <── child 1, child 2 look at the same pages                 Pss: half the file each
+    whole    page cache [ file ] ──copy──> child 1 [ file ]   ──copy──> child 2 [ file ]     Pss: the file each
+
+The engine itself always maps; reading whole is done here, in the child, before the same loader runs. The first child
+goes on to a loaded model, for the time and the peak of a start, and then looks at every page of the file, as the second
+does, whose Pss is measured.
+
+Source: llama.cpp, which maps its files since 2023. Left out: cold page caches, since dropping them takes a privilege;
+locking pages. Not a command for users: `bench.py claims --only mmap` runs it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.lab import Claim, Found, Lab, Run, megabytes, middle, ratio
+from checkpoint import Checkpoint, open_checkpoint
+from generate import DTYPES
+from model import Transformer
+from quantize import set_activations
+
+
+def memory() -> dict[str, int]:
+    """Bytes of this process: Rss, its peak VmHWM, RssAnon and RssFile, and Pss. Raises ValueError without a /proc."""
+    sizes = {}
+    try:
+        for name in ("status", "smaps_rollup"):
+            for line in Path("/proc/self", name).read_text().splitlines():
+                key, _, value = line.partition(":")
+                if value.endswith("kB"):
+                    sizes[key] = int(value.split()[0]) * 1024
+    except OSError as error:
+        raise ValueError(f"memory is read from /proc of Linux, which is not here ({error}): leave mmap out") from None
+    return {key: sizes[key] for key in ("VmRSS", "VmHWM", "RssAnon", "RssFile", "Pss")}
+
+
+def read_whole(ckpt: Checkpoint) -> None:
+    """Let the checkpoint hand out tensors from private memory, read at once."""
+    if ckpt.gguf is not None:
+        data, table = torch.from_numpy(np.fromfile(ckpt.path, np.uint8)), ckpt.gguf.tensors
+        ckpt.gguf.raw = lambda name: data[table[name].offset : table[name].offset + table[name].nbytes]
+    else:
+        tensors = {name: ckpt.tensor(name).clone() for name in ckpt.names()}
+        ckpt.tensor = tensors.__getitem__
+
+
+def look_at_all(ckpt: Checkpoint) -> list[torch.Tensor]:
+    """Every tensor as the file has it, with one byte of each of its pages read."""
+    if ckpt.gguf is not None:
+        tensors = [ckpt.gguf.raw(name) for name in ckpt.gguf.tensors]
+    else:
+        tensors = [ckpt.tensor(name).view(torch.uint8).flatten() for name in ckpt.names()]
+    for tensor in tensors:
+        tensor[:: 1 << 12].sum()
+    return tensors
+
+
+def serve_parent(model: str, whole: bool, quant: str | None, dtype: str) -> None:
+    """The child: does what the lines on stdin say ("memory", "open" or "load") and answers each with a line of JSON."""
+    torch.set_num_threads(1)
+    kept = []
+    for line in sys.stdin:
+        answer = {}
+        if line.strip() != "memory":
+            began = time.perf_counter()
+            ckpt = open_checkpoint(model)
+            if whole:
+                read_whole(ckpt)
+            answer["open s"] = time.perf_counter() - began
+            if line.strip() == "load":
+                kept.append(Transformer(ckpt, quant, DTYPES[dtype], max_model_len=512))
+                set_activations(kept[-1], "int8")
+                answer |= {"ready s": time.perf_counter() - began, "peak": memory()["VmHWM"]}
+                answer["model"] = kept[-1].weight_bytes
+            kept += [ckpt, tensors := look_at_all(ckpt)]
+            answer["file"] = sum(tensor.nbytes for tensor in tensors)
+        print(json.dumps(answer | memory()), flush=True)
+
+
+class Child:
+    """A process of `serve_parent`."""
+
+    def __init__(self, *arguments):
+        command = [sys.executable, "-m", "benchmarks.mapping", json.dumps(arguments)]
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.process.kill()  # it has nothing to put in order
+        self.process.communicate()
+
+    def ask(self, what: str) -> dict:
+        self.process.stdin.write(what + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise ValueError(f"a child that was to {what} the checkpoint ended; its error stands above")
+        return json.loads(answer)
+
+
+def mapped_weights(lab: Lab) -> Found:
+    """The same checkpoint opened by two processes, mapped or read whole; the first builds a model from it."""
+    model, quant = str(lab.flags.get("model", "smollm2")), lab.flags.get("quant")
+    sizes = {}
+
+    def side(whole: bool) -> Run:
+        with Child(model, whole, quant, "float32") as first, Child(model, whole, quant, "float32") as second:
+            before = first.ask("memory")
+            loaded = first.ask("load")
+            alone = second.ask("memory")
+            opened = second.ask("open")
+            sizes.update(file=loaded["file"], model=loaded["model"])
+            clock = {key: loaded[key] for key in ("open s", "ready s")}
+            clock["MB at the peak"] = megabytes(loaded["peak"] - before["VmRSS"])
+            for key, name in (("RssAnon", "private MB of the second"), ("Pss", "MB of the second, its share")):
+                clock[name] = megabytes(opened[key] - alone[key])
+            return Run({"MB copied": megabytes(loaded["file"]) if whole else 0.0}, clock)
+
+    sides = lab.alternate({"whole": lambda: side(True), "mapped": lambda: side(False)})
+    a, b = sides["whole"], sides["mapped"]
+    share = [middle(x, "MB of the second, its share") for x in (a, b)]
+    return Found(
+        sides,
+        f"the file is open {ratio(a, b, 'open s')} and the model ready {ratio(a, b, 'ready s')} faster; "
+        f"{middle(a, 'MB at the peak'):.0f} -> {middle(b, 'MB at the peak'):.0f} MB at the peak; a second process "
+        f"costs {share[0]:.0f} -> {share[1]:.0f} MB",
+        f"no copy: a peak of {sizes['model'] / 1e6:.0f} MB, the model itself, and {sizes['file'] / 2e6:.0f} MB, half "
+        "the file, for each of two processes",
+    )
+
+
+CLAIMS = {
+    "mmap": Claim(
+        mapped_weights,
+        "memory-mapped weights",
+        "start without a second copy, one page cache for all processes; up to 100x faster to load, in half the memory",
+        "llama.cpp (2023)",
+        "LLaMA-7B to 65B, files in the page cache",
+        "llama.cpp computes on the mapped pages; this engine repacks quantised weights into its kernels' tiles, so "
+        "reading is only a part of its start, and what two processes share is the file, not the tiles.",
+        45,
+        "none: nothing is answered",
+    ),
+}
+
+
+if __name__ == "__main__":
+    serve_parent(*json.loads(sys.argv[1]))

@@ -1,0 +1,273 @@
+"""Two other engines on the same model, measured the way `bench.py decode` measures this one.
+
+    python benchmarks/peers.py transformers --model smollm2 --threads 2
+    /venv/with/llama-cpp-python/bin/python benchmarks/peers.py llama.cpp --model model.gguf --threads 2
+    python bench.py versus --peer transformers --peer llama.cpp:PYTHON:model.gguf --quant int4 --compile --threads 2
+
+The problem. A ratio between two programs means something only if both did the same work: the same weights, threads and
+prompts, prefill and decode apart, and neither burdened with what the other leaves out.
+
+The idea. One protocol, spoken by a class of a few lines for each engine, and one JSON line in the keys of `bench.py
+decode`. Prompts come from `random_prompt`, which `bench.py` uses too.
+
+    prefill(prompt)          seconds from the prompt to the logits of its last token
+    decode(prompts, steps)   seconds of `steps` greedy tokens for all prompts together, after their prompts
+
+Each engine is driven by its own fastest loop, without scheduling, sampling or text, so it is not the peers that a
+comparison is unfair to: `bench.py decode` measures all of that. transformers computes in float32 on the dequantised
+weights of the checkpoint, llama.cpp on the blocks of its file. transformers is a requirement of the tests only, and
+llama.cpp lives in an environment of its own: this file imports nothing heavy before it is needed there.
+
+Left out: transformers with torch.compile and a static cache; llama.cpp's server, which `bench.py serve --url` loads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import random
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+if __name__ == "__main__":  # run as a script, perhaps by another program's Python: import from the root
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from formats.command_line import as_command  # noqa: E402
+
+
+def random_prompt(vocab_size: int, length: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(100, vocab_size - 100) for _ in range(length)]
+
+
+class Transformers:
+    """transformers' model class for the checkpoint's architecture, its own cache, greedy, float32."""
+
+    def __init__(self, model: str, threads: int, sequences: int, length: int):
+        try:
+            import transformers  # a requirement of the tests only
+        except ImportError:
+            raise ValueError("transformers is not installed: pip install -r requirements-dev.txt") from None
+        import torch
+
+        from checkpoint import open_checkpoint
+
+        torch.set_num_threads(threads)
+        self.torch, self.new_cache = torch, transformers.DynamicCache
+        self.model = hf_model(open_checkpoint(model))
+        self.vocab_size = self.model.config.vocab_size
+        takes = inspect.signature(self.model.forward).parameters
+        self.cache_argument = "cache" if "cache" in takes else "past_key_values"  # the older name
+
+    def prefill(self, prompt: list[int]) -> float:
+        ids = self.torch.tensor([prompt])
+        with self.torch.inference_mode():
+            start = time.perf_counter()
+            self._next(ids, self.new_cache())
+            return time.perf_counter() - start
+
+    def decode(self, prompts: list[list[int]], steps: int) -> float:
+        cache, ids = self.new_cache(), self.torch.tensor(prompts)
+        with self.torch.inference_mode():
+            ids = self._next(ids, cache)
+            start = time.perf_counter()
+            for _ in range(steps):
+                ids = self._next(ids, cache)
+            return time.perf_counter() - start
+
+    def _next(self, ids, cache):
+        """ids [B, T] -> the greedy next tokens [B, 1]."""
+        found = self.model(ids, logits_to_keep=1, **{self.cache_argument: cache})
+        return found.logits[:, -1].argmax(-1, keepdim=True)
+
+
+def hf_model(ckpt):
+    """The checkpoint as a model of transformers, float32: every tensor by the name both of them use."""
+    import torch
+    import transformers
+
+    c = ckpt.config
+    scaling = dict(c.rope_scaling or {"rope_type": "default"})
+    if scaling["rope_type"] == "llama3_factors":
+        raise ValueError("transformers cannot take the rotary divisors of this GGUF file: use the original folder")
+    name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[c.architecture]
+    window = next((w for w in c.sliding_window if w), None)
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
+        num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads,
+        head_dim=c.head_dim, rms_norm_eps=c.rms_norm_eps, max_position_embeddings=c.max_position_embeddings,
+        tie_word_embeddings=c.tie_word_embeddings, attention_bias=c.o_bias, mlp_bias=c.mlp_bias,
+        sliding_window=window, use_sliding_window=window is not None,
+        layer_types=["sliding_attention" if w else "full_attention" for w in c.sliding_window],
+        rope_theta=c.rope_theta, rope_scaling=scaling, rope_parameters=scaling | {"rope_theta": c.rope_theta},
+        bos_token_id=c.bos_token_id, eos_token_id=list(c.eos_token_ids), pad_token_id=None,
+    )  # fmt: skip
+    model = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
+    weights = {name: ckpt.tensor(name).to(torch.float32, copy=True) for name in ckpt.names()}
+    missing, unknown = model.load_state_dict(weights, strict=False)
+    if unknown or set(missing) - {"lm_head.weight"} or (missing and not c.tie_word_embeddings):
+        raise ValueError(f"transformers' {name} wants other tensors than {ckpt.path} has: {missing or unknown}")
+    model.tie_weights()
+    return model
+
+
+class LlamaCpp:
+    """llama.cpp through its C interface: one context, a sequence number for each prompt, one batch a step."""
+
+    def __init__(self, model: str, threads: int, sequences: int, length: int):
+        try:
+            import llama_cpp
+        except ImportError:
+            raise ValueError(f"{sys.executable} has no llama_cpp: name the Python of its environment") from None
+        self.lib = lib = llama_cpp
+        lib.llama_backend_init()
+        options = lib.llama_model_default_params()
+        options.n_gpu_layers = 0
+        handle = lib.llama_model_load_from_file(model.encode(), options)
+        if not handle:
+            raise ValueError(f"llama.cpp cannot load {model}")
+        self.vocab_size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(handle))
+        options = lib.llama_context_default_params()
+        options.n_ctx, options.n_seq_max, options.kv_unified = length, sequences, True
+        options.n_batch, options.n_ubatch = max(2048, length), 512
+        options.n_threads = options.n_threads_batch = threads
+        self.context = lib.llama_init_from_model(handle, options)
+        self.memory, self.batch = lib.llama_get_memory(self.context), lib.llama_batch_init(options.n_batch, 0, 1)
+
+    def _run(self, rows: list[tuple[int, int, int, bool]]) -> None:
+        """One pass over rows of (token, position, sequence, whether its logits are wanted)."""
+        batch = self.batch
+        batch.n_tokens = len(rows)
+        for i, (token, position, sequence, wanted) in enumerate(rows):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, position, wanted
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+        if self.lib.llama_decode(self.context, batch):
+            raise ValueError(f"llama.cpp failed on a batch of {len(rows)} tokens")
+        self.lib.llama_synchronize(self.context)
+
+    def _fill(self, prompts: list[list[int]]) -> None:
+        """Forget everything, then compute the prompts."""
+        self.lib.llama_memory_clear(self.memory, True)
+        for s, prompt in enumerate(prompts):
+            self._run([(token, i, s, i == len(prompt) - 1) for i, token in enumerate(prompt)])
+
+    def prefill(self, prompt: list[int]) -> float:
+        start = time.perf_counter()
+        self._fill([prompt])
+        return time.perf_counter() - start
+
+    def decode(self, prompts: list[list[int]], steps: int) -> float:
+        """The prompts' tokens over again: which tokens are computed costs nothing, choosing them would."""
+        self._fill(prompts)
+        width = len(prompts[0])
+        start = time.perf_counter()
+        for i in range(width, width + steps):
+            self._run([(prompt[i % width], i, s, True) for s, prompt in enumerate(prompts)])
+        return time.perf_counter() - start
+
+
+ENGINES: dict[str, Callable] = {"transformers": Transformers, "llama.cpp": LlamaCpp}
+
+
+def measure(args: argparse.Namespace) -> dict:
+    """Load and measure one engine: rates in tokens per second, one entry a repetition."""
+    start = time.perf_counter()
+    length = max(args.prompt, max(args.batch) * (16 + args.gen)) + 256
+    engine = ENGINES[args.engine](args.model, args.threads, max(args.batch), length)
+    load_s = time.perf_counter() - start
+
+    def prompts(n: int, length: int) -> list[list[int]]:
+        return [random_prompt(engine.vocab_size, length, seed) for seed in range(n)]
+
+    (long,) = prompts(1, args.prompt)
+    engine.prefill(long)  # warm-up
+    prefill = [args.prompt / engine.prefill(long) for _ in range(args.repeat)]
+    decode = {
+        b: [b * args.gen / engine.decode(prompts(b, 16), args.gen) for _ in range(args.repeat)] for b in args.batch
+    }
+    return {
+        "load_s": round(load_s, 3),
+        "prefill_tok_s": [round(rate, 1) for rate in prefill],
+        "decode_tok_s": {str(b): [round(rate, 1) for rate in rates] for b, rates in decode.items()},
+    }
+
+
+# ---- for those who compare
+
+
+def commands(peers: list[str], model: str) -> dict[str, list[str]]:
+    """What each --peer means: {a name for the table: the command to run}. Raises ValueError for a missing file.
+
+    transformers, llama.cpp:PYTHON:FILE.gguf, or any command that prints the JSON keys of `bench.py decode`.
+    """
+    script, found = str(Path(__file__).resolve()), {}
+    for peer in peers:
+        name, command = "peer", shlex.split(peer)
+        if peer == "transformers":
+            name, command = peer, [sys.executable, script, peer, "--model", model]
+        elif peer.startswith("llama.cpp:"):
+            python, _, file = peer.removeprefix("llama.cpp:").partition(":")
+            for path in (python, file):
+                if not Path(path).is_file():
+                    raise ValueError(f"--peer {peer!r}: no file {path!r}; write llama.cpp:PYTHON:FILE.gguf")
+            name, command = f"llama.cpp {Path(file).stem}", [python, script, "llama.cpp", "--model", file]
+        if not command:
+            raise ValueError("--peer is empty: write transformers, llama.cpp:PYTHON:FILE.gguf or a command")
+        same = sum(known == name or known.startswith(f"{name} (") for known in found)
+        found[name if not same else f"{name} ({same + 1})"] = command
+    return found
+
+
+def figures_of(name: str, command: list[str]) -> dict:
+    """Run a program that prints one JSON line last. Raises ValueError with what it said if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"{name} failed ({shlex.join(command)}): {done.stderr.strip()[-500:]}")
+    try:
+        return json.loads(done.stdout.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        raise ValueError(f"{name} printed no JSON line ({shlex.join(command)}): {done.stdout[-200:]!r}") from None
+
+
+def medians(result: dict) -> dict[str, float]:
+    """One number per row of a table: the medians of a `decode` result."""
+    rows = {"prefill": statistics.median(result["prefill_tok_s"])}
+    return rows | {f"decode x{b}": statistics.median(rates) for b, rates in result["decode_tok_s"].items()}
+
+
+def medians_of(name: str, command: list[str], batches: list[int]) -> dict[str, float]:
+    """The rows of `medians` that a program prints. Raises ValueError where one is missing or not positive."""
+    result = figures_of(name, command)
+    try:
+        rows = medians(result)
+        wrong = [row for row in ("prefill", *(f"decode x{b}" for b in batches)) if not rows.get(row, 0) > 0]
+    except (LookupError, TypeError, AttributeError, statistics.StatisticsError) as error:
+        wrong = [f"{type(error).__name__}: {error}"]
+    if wrong:
+        raise ValueError(
+            f"{name} printed no positive rate for {', '.join(wrong)}; it must print the keys of `bench.py decode`, "
+            f"not {json.dumps(result)[:200]}"
+        )
+    return rows
+
+
+@as_command
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("benchmarks/peers.py", description="Measure another engine.")
+    parser.add_argument("engine", choices=list(ENGINES))
+    parser.add_argument("--model", required=True, metavar="M", help="as for LLM; for llama.cpp a .gguf file")
+    for name, default in (("prompt", 512), ("gen", 128), ("repeat", 3), ("threads", 2)):
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], metavar="B")
+    print(json.dumps(measure(parser.parse_args(argv))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

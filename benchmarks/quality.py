@@ -1,0 +1,162 @@
+"""What rounding costs, and where a step's time goes: the two questions behind every figure in tokens per second.
+
+    python bench.py perplexity --quant int4          dense, quantised, and quantised with 8-bit activations
+    python bench.py profile --quant int4 --compile   milliseconds of one decode step: planning, kernels, sampling
+
+Perplexity is exp of the mean negative log-probability of a text, token by token; a rise of 1 % means the model is as
+surprised as if it had 1.01 times as many equally likely choices. The text is the opening of "Alice's Adventures in
+Wonderland" (Lewis Carroll, 1865) in data/alice.txt. It is scored by the engine's own prompt_logprobs, so what is
+measured is what is served. It is short: compare the rows, do not quote one alone.
+
+The profile wraps the parts of Engine.step with clocks. Kernels are timed one kind at a time over all layers, recorded
+as a tape of their own, with a full step between two runs so that no weight is still in a cache from the run before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import engine as engine_module
+import kernels
+from generate import LLM
+from sampling_params import SamplingParams
+
+TEXT = Path(__file__).parent.parent / "data" / "alice.txt"
+
+
+def perplexity(llm: LLM, ids: list[int]) -> float:
+    """exp of the mean negative log-probability of ids[1:], scored in one request."""
+    (output,) = llm.generate([ids], SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=0))
+    if output.outputs[0].error:
+        raise ValueError(f"the text cannot be scored: {output.outputs[0].error}")
+    scores = [score.logprob for score in output.prompt_logprobs[1:]]
+    return math.exp(-sum(scores) / len(scores))
+
+
+def run_perplexity(args: argparse.Namespace, engine_arguments: dict) -> dict:
+    """{variant: perplexity}: dense weights, then the quantised ones with float and with 8-bit activations."""
+    file = TEXT if args.text is None else Path(args.text)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text {file} is not UTF-8 ({error}): convert it") from None
+    variants = {"dense": {"quant": None}}
+    if engine_arguments["quant"]:
+        quant = engine_arguments["quant"]
+        variants |= {f"{quant}, {a} activations": {"activations": a} for a in ("float", "int8")}
+    results = {}
+    for name, changed in variants.items():
+        llm = LLM(**(engine_arguments | {"compile": False, "prefix_cache": "none"} | changed))
+        ids = llm.tokenizer.encode(text)[: llm.max_model_len - 1]
+        if len(ids) < 2:
+            raise ValueError(
+                f"{file} has {len(ids)} tokens in a context of {llm.max_model_len}: at least 2 are needed, since the "
+                "first is not scored"
+            )
+        results[name] = {"perplexity": perplexity(llm, ids), "tokens": len(ids), "weight_bytes": llm.model.weight_bytes}
+    return results
+
+
+def run_profile(llm: LLM, batch: int, steps: int) -> dict[str, float]:
+    """Median milliseconds of the parts of a decode step over `steps` steps of `batch` sequences."""
+    spent: dict[str, float] = defaultdict(float)
+    samples: dict[str, list[float]] = defaultdict(list)
+
+    def clocked(owner, name: str, label: str) -> Callable[[], None]:
+        inner = getattr(owner, name)
+
+        def outer(*args, **kwargs):
+            start = time.perf_counter()
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                spent[label] += time.perf_counter() - start
+
+        setattr(owner, name, outer)
+        return lambda: setattr(owner, name, inner)
+
+    engine = llm.engine
+    restore = [
+        clocked(engine.scheduler, "schedule", "schedule"),
+        clocked(engine_module, "build_batch", "lay out the run"),
+        clocked(engine, "run_model", "model"),
+        clocked(engine_module, "sample", "sample"),
+        clocked(engine, "accept", "accept (text, stops)"),
+    ]
+    params = SamplingParams(temperature=0, max_tokens=steps + 2, ignore_eos=True)
+    requests = [llm.add([100 + i] * 16, params) for i in range(batch)]
+    try:
+        while any(len(r.choices[0].token_ids) < 2 for r in requests):
+            engine.step()
+        while engine.has_work:
+            spent.clear()
+            start = time.perf_counter()
+            engine.step()
+            spent["whole step"] = time.perf_counter() - start
+            for label, seconds in spent.items():
+                samples[label].append(seconds)
+    finally:
+        for undo in restore:
+            undo()
+    parts = {label: statistics.median(values) * 1e3 for label, values in samples.items()}
+    known = sum(value for label, value in parts.items() if label != "whole step")
+    return parts | {"the rest": parts["whole step"] - known}
+
+
+@torch.inference_mode()
+def profile_kernels(llm: LLM, batch: int, context: int, repeats: int = 20) -> dict[str, tuple[float, float]]:
+    """{kernel: (ms over all layers, GB/s of weights)} of a decode step; native kernels and quantised weights only."""
+    model, config, ops = llm.model, llm.config, torch.ops.vitrine
+    rows = {name: torch.randn(batch, getattr(model.layers[0], name).in_features) for name in ("qkv", "o", "down")}
+    heads = torch.randn(batch, config.num_heads, config.head_dim)
+    qkv = torch.randn(batch, model.layers[0].qkv.out_features)
+    blocks = -(-context // llm.kv.block_size)
+    tables = torch.arange(1, 1 + batch * blocks, dtype=torch.int32).view(batch, blocks) % llm.kv.num_blocks
+    starts = torch.arange(batch + 1, dtype=torch.int32)
+    lens = torch.full((batch,), context, dtype=torch.int32)
+    positions = torch.full((batch,), context - 1)
+    slots = tables[:, -1].long() * llm.kv.block_size + (context - 1) % llm.kv.block_size
+    caches = [llm.kv.layer(i) for i in range(config.num_layers)]
+    scale = config.head_dim**-0.5
+    x, eps = rows["qkv"], config.rms_norm_eps
+    head = model.embed if model.lm_head is None else model.lm_head
+    work = {
+        "norm + qkv": lambda: [la.qkv(x, norm_weight=la.attn_norm, eps=eps) for la in model.layers],
+        "rope + cache write": lambda: [
+            ops.rope_write_kv(qkv, positions, model.cos_sin, k, v, slots, config.num_heads) for k, v in caches
+        ],
+        "attention": lambda: [ops.paged_attention(heads, k, v, tables, starts, lens, scale) for k, v in caches],
+        "o + residual": lambda: [la.o(rows["o"], residual=x) for la in model.layers],
+        "norm + gate, up + silu": lambda: [
+            la.gate_up(x, norm_weight=la.mlp_norm, eps=eps, silu_gate=True) for la in model.layers
+        ],
+        "down + residual": lambda: [la.down(rows["down"], residual=x) for la in model.layers],
+        "head": lambda: head.logits(x),
+    }
+    read = {
+        "norm + qkv": sum(layer.qkv.weight_bytes for layer in model.layers),
+        "o + residual": sum(layer.o.weight_bytes for layer in model.layers),
+        "norm + gate, up + silu": sum(layer.gate_up.weight_bytes for layer in model.layers),
+        "down + residual": sum(layer.down.weight_bytes for layer in model.layers),
+        "head": head.weight_bytes,
+    }
+    tapes = {}
+    for name, run in work.items():
+        with kernels.record() as tapes[name]:
+            run()
+    times: dict[str, list[float]] = defaultdict(list)
+    for _ in range(repeats):
+        for name, tape in tapes.items():
+            start = time.perf_counter()
+            tape.replay()
+            times[name].append(time.perf_counter() - start)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    return {name: (seconds * 1e3, read.get(name, 0) / seconds / 1e9) for name, seconds in medians.items()}

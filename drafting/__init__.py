@@ -1,0 +1,1 @@
+"""Guessers that are models, and how many guesses pay."""

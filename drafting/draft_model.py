@@ -1,0 +1,250 @@
+"""Drafts from a model: a small one that has the same vocabulary, or the first layers of the large one itself.
+
+The problem. Text that repeats nothing can only be guessed by something that knows the language: a model that is much
+cheaper than the target and often of the same opinion.
+
+The idea. A draft model is one more engine in miniature, and to it a request of the target is one more sequence that has
+to catch up. Between two of its turns the target has accepted some guesses, replaced one and gone on; the draft keeps
+its keys and values up to where the two agree and computes the rest, in the same step as its next guess:
+
+    target     the cat sat on the mat .
+    draft      the cat sat on his hat          agree on "the cat sat on": keep 4, compute "the mat ." and guess on
+    round 1    compute [the mat .] of A, [x y] of B, ...        one flat run over all sequences, then one guess each
+    round 2    compute the guess of A, the guess of B, ...      and so on, a guess for each sequence per round
+
+It has pages of its own (same pool and tables, fewer layers) and its own prefix cache. Who finds no page there goes
+without guesses; the target's memory is never touched.
+
+A guess is what the target would draw if it shared the draft's logits: the same sampler, penalties, mask and, most of
+all, the same dart (sampling.uniform). A copy of the target as its own draft is therefore always right, even at
+temperature 1. With verify="rejection" guesses are drawn with darts of their own, and their distributions kept, as the
+rejection rule of speculative.py demands.
+
+    "draft:M"   any checkpoint M whose tokenizer is the target's; vocabularies may differ in padding
+    "self:k"    the first k layers of the target under its own norm and head ("logit lens"): no second set of weights
+
+Sources: Leviathan et al. 2023 (arXiv:2211.17192, section 2.1); the self-draft: Zhang et al. 2023, Draft & Verify
+(arXiv:2309.08168), there with layers chosen by search. Left out: sharing the target's pages with the self-draft.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from block_tables import BlockTables
+from drafting.head import SHIPPED, HeadProposer, load_head
+from engine import Engine
+from guided import GuidedAnswer
+from kv_paged import BlockPool, KVCache
+from layout import build_batch
+from model import Batch, Transformer
+from radix import RadixCache
+from request import Choice
+from sampling import Sampled, draw, probabilities, process_logits, sample
+from scheduler import Sequence, Step
+from speculative import GUESS, NgramProposer, Proposer
+from tokenizer import Tokenizer
+
+
+@dataclass
+class Draft:
+    """Guesses for one answer in the making. `guided` walks ahead of the answer's own state."""
+
+    choice: Choice
+    limit: int
+    seq: Sequence
+    guided: GuidedAnswer | None
+    tokens: list[int] = field(default_factory=list)
+
+    def add(self, token: int) -> None:
+        self.tokens.append(token)
+        self.seq.tokens.append(token)
+        self.choice.state.commit(token)
+        ends = token in self.choice.request.stop_ids
+        if self.guided is not None:
+            self.guided.commit(token)
+            ends = ends or self.guided.is_complete
+        if ends:
+            self.limit = len(self.tokens)
+
+
+class DraftModel(Proposer):
+    """Proposes what a model says. vocab_size is the target's; at most max_tokens are computed in one round."""
+
+    def __init__(self, model: Transformer, kv: KVCache, vocab_size: int, rejection=False, max_tokens: int = 512):
+        self.model, self.kv, self.vocab_size = model, kv, vocab_size
+        self.rejection, self.max_tokens = rejection, max_tokens
+        pool = BlockPool(kv.num_blocks, kv.block_size)
+        self.tables = BlockTables(pool, RadixCache(pool))
+        self.following: dict[Choice, tuple[Sequence, int]] = {}  # and how many tokens the target had last time
+        self.run_model: Callable[[Batch], torch.Tensor] = lambda batch: model(batch, kv)
+
+    def strength(self, choices: list[Choice]) -> list[int]:
+        return [1] * len(choices)
+
+    def propose(self, choices: list[Choice], limits: list[int]) -> list[list[int]]:
+        self._leave()
+        drafts: dict[Choice, Draft] = {}
+        entries: list[tuple[Draft, int]] = []
+        copies: list[tuple[int, int]] = []
+        budget = self.max_tokens
+        for choice, limit in zip(choices, limits, strict=True):
+            seq = self._follow(choice) if limit and budget else None
+            n = min(seq.num_new, budget, self.tables.room(seq)) if seq is not None else 0
+            if n > 0:
+                copies += self.tables.extend(seq, n)
+                budget -= n
+                choice.guess_probs = []
+                drafts[choice] = Draft(choice, limit, seq, choice.guided and choice.guided.fork())
+                entries.append((drafts[choice], n))
+        try:
+            while entries:
+                logits = self._compute(entries, copies)
+                ready = [draft for draft, _ in entries if draft.seq.num_new == 0]  # the others catch up next time
+                self._draw(ready, logits)
+                entries, copies = [], []
+                for draft in ready:
+                    if len(draft.tokens) < draft.limit and self.tables.room(draft.seq) > 0:
+                        copies += self.tables.extend(draft.seq, 1)
+                        entries.append((draft, 1))
+        finally:
+            for choice, draft in drafts.items():
+                choice.state.truncate(choice.state.n_output - len(draft.tokens))
+        return [drafts[choice].tokens if choice in drafts else [] for choice in choices]
+
+    def backlog(self, choice: Choice) -> int:
+        computed = self.following[choice][0].num_computed if choice in self.following else 0
+        return max(0, len(choice.seq.tokens) - 1 - computed)
+
+    def _leave(self) -> None:
+        """Forget the answers that have ended or lost their seat; their full blocks stay in the prefix cache."""
+        for choice in [c for c in self.following if c.finish_reason is not None or c.seq.state != "running"]:
+            seq, known = self.following.pop(choice)
+            self._cut(seq, min(known, len(seq.tokens)))
+            self.tables.release(seq)
+
+    def _cut(self, seq: Sequence, n_tokens: int) -> None:
+        del seq.tokens[n_tokens:]
+        seq.num_computed = min(seq.num_computed, n_tokens)
+        self.tables.cut(seq)
+
+    def _follow(self, choice: Choice) -> Sequence | None:
+        """The draft's sequence for an answer, with the tokens that the target has now; None without memory for it."""
+        tokens = choice.seq.tokens
+        seq, known = self.following.get(choice, (None, 0))
+        if max(tokens[known:], default=0) >= self.model.config.vocab_size:  # an id the draft has no embedding for
+            return None
+        if seq is None:
+            seq = Sequence(list(tokens), choice.request.max_tokens, namespace=choice.seq.namespace)
+            match = self.tables.find(seq)
+            if not self.tables.start(seq, match, match.n_tokens, slots=0, reserve=0):
+                self.tables.cache.unlock(match.handle)
+                return None
+            seq.num_computed = match.n_tokens
+        else:
+            same = known
+            while same < min(len(tokens), len(seq.tokens)) and tokens[same] == seq.tokens[same]:
+                same += 1
+            self._cut(seq, min(same, len(tokens) - 1))  # the last token is computed again if need be, for its logits
+            seq.tokens += tokens[len(seq.tokens) :]
+            self.tables.offer(seq)
+        self.following[choice] = seq, len(tokens)
+        return seq
+
+    def _compute(self, entries: list[tuple[Draft, int]], copies: list[tuple[int, int]]) -> torch.Tensor:
+        """One step of the draft; float32 logits [R, V] of those that have caught up, as wide as the target's."""
+        self.kv.copy_blocks(copies)
+        step, rows = Step(0), []
+        for draft, n in entries:
+            end = draft.seq.num_computed + n
+            step.entries.append((draft.seq, n))
+            rows.append(range(end - (end == len(draft.seq.tokens)), end))
+        logits = self.run_model(build_batch(step, rows, self.kv.block_size, self.model.norm.device)).float()
+        for draft, n in entries:
+            draft.seq.num_computed += n
+        padding = max(0, self.vocab_size - logits.shape[1])
+        return nn.functional.pad(logits, (0, padding), value=-torch.inf)[:, : self.vocab_size]
+
+    def _draw(self, drafts: list[Draft], logits: torch.Tensor) -> None:
+        """One more guess each. A row that allows none ends its draft."""
+        for r, draft in enumerate(drafts):
+            if draft.guided is not None and draft.guided.forced:
+                if self.rejection:
+                    draft.choice.guess_probs.append(None)  # keeps its place, but what is forced is under no rule
+                draft.add(draft.guided.forced[0])
+                continue
+            state, mask = draft.choice.state, draft.guided and draft.guided.mask()
+            if self.rejection:
+                token = self._draw_freely(draft, logits[r : r + 1], mask)
+            else:
+                (result,) = sample(logits[r : r + 1], [state], [mask])
+                token = result.token if isinstance(result, Sampled) else None
+            if token is None:
+                draft.limit = len(draft.tokens)
+            else:
+                draft.add(token)
+
+    def _draw_freely(self, draft: Draft, row: torch.Tensor, mask: torch.Tensor | None) -> int | None:
+        """A guess that does not share the target's dart, for the rejection rule; its distribution is kept beside it."""
+        choice, state = draft.choice, draft.choice.state
+        try:
+            (q,) = probabilities(process_logits(row, [state], [mask]), [state])
+        except ValueError:  # nothing can be drawn
+            return None
+        choice.guess_probs.append(q)
+        return draw(q, state.uniform(GUESS))
+
+
+def make_proposer(speculate: str, engine: Engine, load, rejection: bool) -> Proposer:
+    """The proposer that LLM's `speculate` asks for; load(name) -> (Transformer, Tokenizer) of a draft model.
+
+    A draft model gets as many pages as the target has.
+    """
+    target, tokenizer, kv = engine.model, engine.tokenizer, engine.kv
+    kind, colon, what = speculate.partition(":")
+    if speculate == "ngram":
+        return NgramProposer()
+    if kind == "head" and (what or not colon):
+        return HeadProposer(load_head(what or SHIPPED, target), target, engine.rows)
+    if kind == "self" and what.isdecimal():
+        draft = first_layers(target, int(what))
+    elif kind == "draft" and what:
+        draft, its_tokenizer = load(what)
+        check_same_tokens(its_tokenizer, tokenizer)
+    else:
+        raise ValueError(
+            f"speculate={speculate!r} is not known; use ngram, head, head:<file.safetensors>, draft:<model> or "
+            "self:<number of layers>"
+        )
+    c = draft.config
+    pages = KVCache(
+        len(draft.layers), kv.num_blocks, kv.block_size, c.num_kv_heads, c.head_dim, draft.dtype, kv.data.device
+    )
+    return DraftModel(draft, pages, target.config.vocab_size, rejection)
+
+
+def first_layers(model: Transformer, k: int) -> Transformer:
+    """The model with only its first k layers; every weight is shared."""
+    if not 1 <= k < len(model.layers):
+        raise ValueError(f"speculate='self:{k}': a draft has 1 to {len(model.layers) - 1} of this model's layers")
+    twin = copy.copy(model)
+    twin._modules = dict(model._modules)
+    twin.layers = nn.ModuleList(list(model.layers)[:k])
+    return twin
+
+
+def check_same_tokens(draft: Tokenizer, target: Tokenizer) -> None:
+    """Refuse a draft whose ids mean something else; only padding may differ."""
+    for i in range(max(draft.vocab_size, target.vocab_size)):
+        ours = (target.token_bytes(i), target.is_special(i)) if i < target.vocab_size else (b"", False)
+        theirs = (draft.token_bytes(i), draft.is_special(i)) if i < draft.vocab_size else (b"", False)
+        if ours != theirs:
+            raise ValueError(
+                f"the draft model has another tokenizer: token {i} is {theirs[0]!r} there and {ours[0]!r} in the "
+                "target; choose a draft of the same family, or speculate='ngram'"
+            )

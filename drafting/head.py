@@ -1,0 +1,285 @@
+"""A trained draft head: a small recurrent network that goes on from where the target's last hidden state stands.
+
+The problem. A draft model reads a model's weights for every guess, keeps a cache of its own, and has to be found. But
+the target has just said nearly everything about what follows: its last hidden state, of which the next token is only
+the nearest answer, knows the one after that more often than not. What is missing is which token was drawn.
+
+The idea. Learn one small step: from a state and the token that was drawn from it to the next state. It is run as often
+as guesses are wanted, and every state is read by the target's own output table:
+
+    target  ... "sat" ──► s0 ── head ──► "on" drawn           (a step of the target: 97 MB of weights)
+    guess 1   s0, "on"  ──► s1 ── table ──► "the"             (a round of the head: 4.6 MB)
+    guess 2   s1, "the" ──► s2 ── table ──► "mat"
+
+    s' = s + down · silu_gate( from_state · norm(s) + from_token · norm(embedding of the token) )
+
+No attention, so no cache: all the engine hands over is the row of hidden states that a token was drawn from
+(`Transformer.states`, `Engine.rows`). An answer that has none, since it did not draw in the last step, goes without
+guesses. The table is cut down to the tokens that the training text used most: the whole of it would cost a third of a
+target step. The answers of a batch share a round, which on a CPU is one tape (native/tape.py).
+
+The head says how sure it is, and that is worth as much as the guess: the strength of the evidence (`Proposer`) is its
+odds, so the Speculator learns which certainty pays on this machine, and an unsure head costs one round and no row.
+A guess is a single token without a distribution, so it is verified as the n-gram proposer's are, whatever `verify`.
+
+Sources: recurrent drafting, Zhang et al. 2024 (arXiv:2403.09919, section 3.1); Hydra, Ankner et al. 2024
+(arXiv:2402.05109, section 3); MLP speculators, Wertheimer et al. 2024 (arXiv:2404.19124, section 3); the states as
+input, EAGLE, Li et al. 2024 (arXiv:2401.15077); the reduced table, FR-Spec, Zhao et al. 2025 (arXiv:2502.14856).
+Left out: trees of guesses; a recording of the round on a GPU. Training is drafting/train.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from itertools import chain
+from math import log2, prod
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from model import Transformer
+from quant_rows import SCHEMES, quantize_rows
+from quantize import Int8Linear, Linear
+from request import Choice
+from sampling import argmax
+from speculative import Proposer, StepCost
+
+SHIPPED = Path(__file__).parent.parent / "data" / "smollm2_head.safetensors"  # for the default model
+KEY, VERSION = "vitrine_draft_head", 1  # metadata entry of the file
+ENTRIES = {"target": str, "fingerprint": str, "hidden": int, "vocab": int, "kept": int, "training": dict}  # in it
+EPS = 1e-5  # of the head's norms
+
+
+def head_shapes(hidden: int, width: int, kept: int) -> dict[str, tuple[int, ...]]:
+    """What a head's file holds; gate and up are rows under rows, as in model.py."""
+    return {
+        "state_norm": (hidden,),
+        "token_norm": (hidden,),
+        "out_norm": (hidden,),
+        "from_state": (2 * width, hidden),
+        "from_token": (2 * width, hidden),
+        "down": (hidden, width),
+        "kept": (kept,),  # int32, ids of the tokens it can guess
+    }
+
+
+def fingerprint(model: Transformer) -> str:
+    """Tells models of one shape apart by their norms, which every quantisation and container leaves alone."""
+    norms = [w for layer in model.layers for w in (layer.attn_norm, layer.mlp_norm)] + [model.norm]
+    values = torch.stack(list(norms)).to(torch.bfloat16).view(torch.int16).cpu()  # 16 bits: the least any file holds
+    return hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]
+
+
+def save_head(path: str | Path, weights: dict[str, Tensor], target: Transformer, name: str, training: dict) -> None:
+    """Write a head's weights (float16) with what it was trained for and how; `name` is the target's."""
+    about = {"version": VERSION, "target": name, "fingerprint": fingerprint(target), "training": training}
+    about |= {"hidden": target.config.hidden_size, "vocab": target.config.vocab_size, "kept": len(weights["kept"])}
+    halves = {k: v.detach().to(torch.int32 if k == "kept" else torch.float16).contiguous() for k, v in weights.items()}
+    save_file(halves, str(path), {KEY: json.dumps(about)})
+
+
+def read_head(path: str | Path) -> tuple[dict[str, Tensor], dict]:
+    """The weights of a head and what its file says about it. Raises ValueError if it is no such file."""
+    if not Path(path).is_file():
+        raise ValueError(f"there is no draft head {str(path)!r}; train one: python speculative.py train --out F")
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            entry = (file.metadata() or {}).get(KEY, "null")
+            weights = {name: file.get_tensor(name) for name in file.keys()}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read as safetensors ({error}): get or train it again") from None
+    try:
+        about = json.loads(entry)
+    except (ValueError, RecursionError):
+        about = None
+    if not isinstance(about, dict) or about.get("version") != VERSION:
+        raise ValueError(f"{path} is no draft head of version {VERSION}: it has no such {KEY} entry in its header")
+    for what in chain(wrong_entries(about), wrong_tensors(weights, about)):
+        raise ValueError(f"{path} is damaged: {what}; get or train it again")
+    return weights, about
+
+
+def wrong_entries(about: dict) -> Iterator[str]:
+    """What is wrong with what a head's file says about it."""
+    for name, kind in ENTRIES.items():
+        value = about.get(name)
+        if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or value < 1)):
+            wanted = "positive number" if kind is int else kind.__name__
+            yield f"the {name!r} of its {KEY} entry is {repr(value)[:60]}, no {wanted}"
+
+
+def wrong_tensors(weights: dict[str, Tensor], about: dict) -> Iterator[str]:
+    """What is wrong with the weights beside right entries."""
+    down = weights.get("down", torch.empty(0, 0))
+    shapes = head_shapes(about["hidden"], down.shape[-1] if down.dim() else 0, about["kept"])
+    if odd := weights.keys() ^ shapes.keys():
+        yield f"its tensors {sorted(weights)} are not those of a head ({', '.join(sorted(odd))})"
+        return
+    for name, shape in shapes.items():
+        w, dtype = weights[name], torch.int32 if name == "kept" else torch.float16
+        if tuple(w.shape) != shape or w.dtype != dtype:
+            yield f"its tensor {name!r} is {w.dtype} {list(w.shape)}, not {dtype} {list(shape)}"
+        elif not torch.isfinite(w).all():
+            yield f"its tensor {name!r} holds NaN or infinity"
+
+
+def load_head(path: str | Path, target: Transformer) -> DraftHead:
+    """The head in a file, for this target. Raises ValueError if it was trained for another."""
+    weights, about = read_head(path)
+    config = target.config
+    for what, theirs, ours in (
+        ("hidden size", about["hidden"], config.hidden_size),
+        ("vocabulary", about["vocab"], config.vocab_size),
+        ("fingerprint", about["fingerprint"], fingerprint(target)),
+    ):
+        if theirs != ours:
+            raise ValueError(
+                f"draft head {path} was trained for {about['target']!r}, {what} {theirs}; this model has {ours}: train "
+                "one for it (python speculative.py train --model M --out F), or use speculate='ngram'"
+            )
+    if not 0 <= int(weights["kept"].min()) <= int(weights["kept"].max()) < config.vocab_size:
+        raise ValueError(f"{path} is damaged: it keeps tokens outside the vocabulary; get or train it again")
+    return DraftHead(weights, target)
+
+
+class DraftHead(nn.Module):
+    """One step of the recurrence: state [R, hidden], token [R] -> next state [R, hidden], logits [R, kept].
+
+    Its products have 8 bits where the target's are quantised, so that the native kernels compute them.
+    """
+
+    def __init__(self, weights: dict[str, Tensor], target: Transformer):
+        super().__init__()
+        self.embed, self.dtype = target.embed, target.dtype
+        dense, device = isinstance(target.embed.table, Linear), target.norm.device
+
+        def layer(weight: Tensor) -> nn.Module:
+            if dense:
+                return Linear(weight.to(device, self.dtype))
+            return Int8Linear(quantize_rows(weight.float().cpu(), SCHEMES["int8"])).to(device)
+
+        self.kept = weights["kept"].long().to(device)
+        self.from_state, self.from_token, self.down = (layer(weights[n]) for n in ("from_state", "from_token", "down"))
+        self.table = layer(target.head.lookup(self.kept))
+        norms = (weights[n].to(device, self.dtype) for n in ("state_norm", "token_norm", "out_norm"))
+        self.state_norm, self.token_norm, self.out_norm = norms
+
+    def forward(self, state: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+        embedding = self.embed.lookup(token).to(self.dtype)  # [R, hidden]
+        both = self.from_token(embedding, norm_weight=self.token_norm, eps=EPS)  # [R, 2 width]
+        both = self.from_state(state, norm_weight=self.state_norm, eps=EPS, residual=both)
+        state = self.down(torch.ops.vitrine.silu_mul(both), residual=state)
+        return state, self.table(state, norm_weight=self.out_norm, eps=EPS).float()
+
+
+def strength_of(chance: float) -> int:
+    """Odds as a strength: 0 below a chance of 1/3, then 1, 2, 4, 8, 16 as they double (`Record` starts from s : 1)."""
+    if not chance > 1 / 3:
+        return 0
+    chance = min(chance, 0.99)
+    return 2 ** min(4, max(0, int(log2(chance / (1 - chance)))))
+
+
+def computed_anew(run: Callable[[], Tensor]) -> tuple[Tensor, Callable]:
+    """A capture where nothing can be recorded (compiled.py has what can): the output, and a call that renews it."""
+    output = run()
+    return output, lambda: output.copy_(run())
+
+
+class HeadProposer(Proposer):
+    """Proposes what a draft head says. rows: `Engine.rows`. capture: as for DecodeGraphs, to replay a round."""
+
+    ROUNDS_TO_ASK = 1
+    TRUST = 20.0  # for the Speculator: the strength says it already, whatever the answer
+
+    def __init__(self, head: DraftHead, target: Transformer, rows: dict[Choice, int], capture=computed_anew):
+        self.head, self.target, self.rows, self.capture = head, target, rows, capture
+        self.ids = head.kept.tolist()
+        # After a step of the target, torch's dispatch runs with cold caches: an operation takes 50 microseconds.
+        self.by_numpy = head.dtype is torch.float32 and head.kept.device.type == "cpu"
+        self.recorded: dict[int, tuple[Tensor, Tensor, Tensor, Callable]] = {}
+        self.first: dict[Choice, tuple[int, float, int]] = {}  # guess, its chance, its row of `states`
+        self.states: Tensor | None = None  # [R, hidden] after the first round
+
+    def strength(self, choices: list[Choice]) -> list[int]:
+        able = [choice for choice in choices if choice in self.rows]
+        self.first = {}
+        if able:
+            rows, tokens = [self.rows[choice] for choice in able], [choice.seq.tokens[-1] for choice in able]
+            self.states, guesses = self.round(self.target.states, rows, tokens)
+            self.first = {c: (*guess, i) for i, (c, guess) in enumerate(zip(able, guesses, strict=True))}
+        return [strength_of(self.first[choice][1]) if choice in self.first else 0 for choice in choices]
+
+    def propose(self, choices: list[Choice], limits: list[int]) -> list[list[int]]:
+        """Guesses until the limit, or until the head thinks less of the next one than the limit did.
+
+        A limit of n says that n guesses like the first are worth their rows: so is a run with that chance to be right.
+        """
+        guesses: list[list[int]] = [[] for _ in choices]
+        going_on = []  # (number of the choice, chance that all its guesses are right, least worth a row, row)
+        for i, (choice, limit) in enumerate(zip(choices, limits, strict=True)):
+            if limit and choice in self.first:
+                token, chance, row = self.first[choice]
+                guesses[i].append(token)
+                going_on.append((i, chance, chance**limit, row))
+        states = self.states
+        while going_on := [entry for entry in going_on if len(guesses[entry[0]]) < limits[entry[0]]]:
+            rows, tokens = [row for *_, row in going_on], [guesses[i][-1] for i, *_ in going_on]
+            states, more = self.round(states, rows, tokens)
+            entries, going_on = going_on, []
+            for row, ((i, chance, least, _), (token, next_chance)) in enumerate(zip(entries, more, strict=True)):
+                if chance * next_chance >= least:
+                    guesses[i].append(token)
+                    going_on.append((i, chance * next_chance, least, row))
+        return guesses
+
+    def round(self, states: Tensor, rows: list[int], tokens: list[int]) -> tuple[Tensor, list[tuple[int, float]]]:
+        """One guess behind each token and the row of `states` that it was drawn from.
+
+        Returns the next states [R, hidden], which the next round of R overwrites, and for each the likeliest of the
+        kept tokens with its chance.
+        """
+        token, state, logits, replay = self.recorded.get(len(rows)) or self.record(len(rows))
+        if self.by_numpy:
+            token.numpy()[:], state.numpy()[:] = tokens, states.numpy()[rows]
+        else:
+            token.copy_(torch.tensor(tokens))
+            state.copy_(states[rows])
+        replay()
+        values, best = argmax(logits)
+        if self.by_numpy:
+            totals = np.exp(logits.numpy() - np.array(values, np.float32)[:, None]).sum(1).tolist()
+        else:
+            totals = (logits - torch.tensor(values, device=logits.device)[:, None]).exp().sum(1).tolist()
+        return state, [(self.ids[i], 1 / total) for i, total in zip(best, totals, strict=True)]
+
+    @torch.inference_mode()
+    def measure(self, most: int, before: Callable[[], object] | None = None) -> StepCost:
+        """Seconds of a round of 1 to `most` answers, each timed right after `before`: a step of the target, say."""
+        shape = max(2, most), self.target.config.hidden_size  # two rows are always timed
+        states = torch.zeros(shape, dtype=self.head.dtype, device=self.head.kept.device)
+        return StepCost.measure(lambda rows: self.round(states, list(range(rows)), [0] * rows), most, before=before)
+
+    def record(self, rows: int) -> tuple[Tensor, Tensor, Tensor, Callable]:
+        device = self.head.kept.device
+        token = torch.zeros(rows, dtype=torch.int64, device=device)
+        state = torch.zeros(rows, self.target.config.hidden_size, dtype=self.head.dtype, device=device)
+
+        def run() -> Tensor:
+            after, logits = self.head(state, token)
+            state.copy_(after)
+            return logits
+
+        self.recorded[rows] = token, state, *self.capture(run)
+        return self.recorded[rows]
+
+
+def parameters(head: dict[str, Tensor]) -> int:
+    """Weights of a head, the tokens it keeps not counted."""
+    return sum(prod(w.shape) for name, w in head.items() if name != "kept")

@@ -1,0 +1,430 @@
+"""Train a draft head on texts that the target wrote itself, in minutes on two cores; measure it on others.
+
+    python speculative.py train --out head.safetensors            texts, then steps of training; --resume goes on
+    python speculative.py measure --speculate head:head.safetensors
+
+Problem. A head is judged by one thing: how often its guess is the token that the target then draws. There are only
+minutes to teach it that, so every text should teach as much as it can.
+
+Idea. A token that was drawn is one sample, but the state after it, which is kept beside it, holds the target's whole
+opinion (its head turns it into chances). The head learns to have that opinion, step after step from its own states:
+
+    head       s_i ── token i ──► s' ── token i+1 ──► s'' ...    tokens as drawn, states of its own
+                                  |                   |          cross entropy of the two, over the kept tokens
+    target                  opinion of s_i+1    opinion of s_i+2
+
+Later steps are trained on fewer rows, as later guesses are made less often. The opinion is kept as its TOP likeliest
+tokens, so that it is computed once. A head soon knows its texts by heart, hence the dropout, and rather more texts
+than more steps. Everything random comes from the seed, and batch n from the seed and n: a run that
+was interrupted ends with the same file as one that was not.
+
+Sources: distillation, Hinton et al. 2015 (arXiv:1503.02531, section 2), for drafts DistillSpec, Zhou et al. 2023
+(arXiv:2310.08461); several steps from its own states, HASS, Zhang et al. 2024 (arXiv:2408.15766, section 3.2); AdamW,
+Loshchilov and Hutter 2017 (arXiv:1711.05101). Left out: states of earlier layers (EAGLE-3, arXiv:2503.01840), training
+the table, mixed precision, GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+import kernels
+from drafting.head import EPS, head_shapes, save_head
+from drafting.texts import held_out, write_texts
+from formats.command_line import as_command
+from generate import LLM
+from model import Transformer
+from sampling_params import SamplingParams
+from speculative import NgramProposer, Speculator
+
+TOP = 32  # tokens of the target's opinion that are kept
+HELD_BACK = 17  # every so many-th text is not trained on
+SAVE_EVERY = 50  # steps
+NOTE = "settings.json"  # in the work folder: what the run in it is
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything a head depends on.
+
+    kept: tokens it can guess; width: of its MLP; unroll: guesses trained in a row; dropout: share of the MLP's values.
+    """
+
+    model: str = "smollm2"
+    quant: str | None = "int4"
+    texts: int = 2048
+    tokens: int = 160
+    steps: int = 1200
+    seed: int = 0
+    kept: int = 4096
+    width: int = 768
+    unroll: int = 3
+    batch: int = 512
+    rate: float = 2e-3
+    dropout: float = 0.3
+
+    def __post_init__(self):
+        for name in ("texts", "tokens", "steps", "kept", "width", "unroll", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: at least 1")
+        if not 0 < self.rate < math.inf:
+            raise ValueError(f"rate={self.rate}: a positive number")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout}: a share from 0, to less than 1")
+
+
+# -- the head, in torch operations that have gradients
+
+
+def first_weights(settings: Settings, hidden: int, scale: float) -> dict[str, Tensor]:
+    """float32; at first the next state is nearly the last. scale: how large the target's states are."""
+    draw = torch.Generator().manual_seed(settings.seed)
+    weights = {}
+    for name, shape in head_shapes(hidden, settings.width, settings.kept).items():
+        if len(shape) == 2:
+            small = 0.1 if name == "down" else 1.0
+            weights[name] = torch.randn(shape, generator=draw) * (small / math.sqrt(shape[1]))
+        elif name != "kept":
+            weights[name] = torch.full(shape, scale if name == "out_norm" else 1.0)
+    return weights
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
+
+
+def head_step(w: dict[str, Tensor], state: Tensor, embedding: Tensor, drop=lambda x: x) -> Tensor:
+    """As DraftHead.forward: the next state [R, hidden]. drop: what happens to the MLP's values [R, width]."""
+    both = F.linear(norm(state, w["state_norm"]), w["from_state"])
+    gate, up = (both + F.linear(norm(embedding, w["token_norm"]), w["from_token"])).chunk(2, dim=-1)
+    return state + F.linear(drop(F.silu(gate) * up), w["down"])
+
+
+def dropout(p: float, draw: torch.Generator) -> Callable[[Tensor], Tensor]:
+    return lambda x: x * (torch.rand(x.shape, generator=draw) >= p) / (1 - p)
+
+
+# -- data
+
+
+class Examples:
+    """The texts as rows: `positions(held_back)` are those from which the head can be unrolled at least once."""
+
+    def __init__(self, texts: dict[str, Tensor], kept: int, target: Transformer):
+        self.tokens, self.states = texts["tokens"].long(), texts["states"]
+        lengths = texts["lengths"].long()
+        owner = torch.repeat_interleave(lengths)  # [T], text of each row
+        self.left = lengths.cumsum(0)[owner] - torch.arange(len(owner)) - 1  # [T], rows of the text that follow
+        self.back = owner % HELD_BACK == HELD_BACK - 1
+        used = self.tokens[~self.back].bincount()
+        order = used.argsort(descending=True, stable=True)[: min(kept, int((used > 0).sum()))]
+        self.kept = order.sort().values  # [kept]
+        self.table = target.head.lookup(self.kept).float()  # [kept, hidden]
+        ids, self.where = self.tokens.unique(return_inverse=True)
+        self.embeddings = target.embed.lookup(ids).float()  # [distinct tokens, hidden]
+        self.opinions = [torch.cat(parts) for parts in zip(*map(self._opinion, self.states.split(1024)), strict=True)]
+
+    def _opinion(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """The chances of the TOP kept tokens [R, TOP], and which they are."""
+        top = F.linear(states.float(), self.table).topk(min(TOP, len(self.kept)))
+        return top.values.softmax(1), top.indices
+
+    def positions(self, held_back: bool) -> Tensor:
+        return torch.nonzero((self.back == held_back) & (self.left > 0)).flatten()
+
+    def embedding(self, rows: Tensor) -> Tensor:
+        return self.embeddings[self.where[rows]]
+
+
+# -- training
+
+
+def unrolled(w: dict[str, Tensor], ex: Examples, rows: Tensor, unroll: int, shrink: int = 2, **step):
+    """For each step of the recurrence: its rows, and the log-chances [R, kept] the head gives to the token behind.
+
+    Every step goes on with a `shrink`-th of the rows before it.
+    """
+    state = ex.states[rows].float()
+    for j in range(unroll):
+        state = head_step(w, state, ex.embedding(rows + j), **step)
+        yield rows + j, F.log_softmax(F.linear(norm(state, w["out_norm"]), ex.table), dim=-1)
+        going_on = torch.nonzero(ex.left[rows] > j + 1).flatten()[: -(-len(rows) // shrink)]
+        rows, state = rows[going_on], state[going_on]
+        if not len(rows):
+            return
+
+
+def loss_of(w: dict[str, Tensor], ex: Examples, rows: Tensor, unroll: int, **step) -> Tensor:
+    """Cross entropy of the target's opinion and the head's, summed over the steps, per row of the first."""
+    total = torch.zeros(())
+    for at, chances in unrolled(w, ex, rows, unroll, **step):
+        opinion, where = (part[at + 1] for part in ex.opinions)
+        total = total - (opinion * chances.gather(1, where)).sum()
+    return total / len(rows)
+
+
+@torch.no_grad()
+def accuracy(w: dict[str, Tensor], ex: Examples, unroll: int, most: int = 2048) -> list[float]:
+    """How often the guess at each distance is the token drawn, given those before it; of held-back texts, if any."""
+    rows = ex.positions(held_back=True)
+    rows = rows[:: max(1, len(rows) // most)]
+    hits: list[list[Tensor]] = [[] for _ in range(unroll)]
+    for part in rows.split(512):
+        for j, (at, chances) in enumerate(unrolled(w, ex, part, unroll, shrink=1)):
+            hits[j].append(ex.kept[chances.argmax(1)] == ex.tokens[at + 1])
+    return [float(torch.cat(hit).float().mean()) for hit in hits if hit]
+
+
+def rate_at(step: int, settings: Settings) -> float:
+    """Warm up over a twentieth of the steps, then a cosine down to nothing."""
+    warm = max(1, settings.steps // 20)
+    return settings.rate * min((step + 1) / warm, 0.5 + 0.5 * math.cos(math.pi * step / settings.steps))
+
+
+def fit(ex: Examples, settings: Settings, folder: Path, report=lambda step, loss, hits: None) -> dict[str, Tensor]:
+    """Train from where `folder` stands to the last step."""
+    scale = float(ex.states[:1024].float().square().mean().sqrt())
+    w = first_weights(settings, ex.states.shape[1], scale)
+    for weight in w.values():
+        weight.requires_grad_()
+    optimizer = torch.optim.AdamW(w.values(), lr=settings.rate, betas=(0.9, 0.98), weight_decay=0.01)
+    path = folder / "training.safetensors"
+    step = restore(path, w, optimizer)
+    rows = ex.positions(held_back=False)
+    while step < settings.steps:
+        draw = torch.Generator().manual_seed((settings.seed << 32) + step)
+        batch = rows[torch.randint(len(rows), (settings.batch,), generator=draw)]
+        optimizer.param_groups[0]["lr"] = rate_at(step, settings)
+        loss = loss_of(w, ex, batch, settings.unroll, drop=dropout(settings.dropout, draw))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(w.values(), 1.0)
+        optimizer.step()
+        step += 1
+        look = step % SAVE_EVERY == 0 or step == settings.steps
+        if look:  # and only here: an interruption may come in the middle of a step
+            keep(path, w, optimizer, step)
+        report(step, loss.item(), accuracy(w, ex, settings.unroll) if look else None)
+    return {name: weight.detach() for name, weight in w.items()} | {"kept": ex.kept}
+
+
+def keep(path: Path, w: dict[str, Tensor], optimizer: torch.optim.AdamW, step: int) -> None:
+    """Weights and the optimiser's moments, so that `restore` finds the next step as it would have been."""
+    tensors = {name: weight.detach() for name, weight in w.items()}
+    for name, weight in w.items():
+        tensors |= {f"{name}.{k}": optimizer.state[weight][k] for k in ("exp_avg", "exp_avg_sq")}
+    partial = path.with_suffix(".partial")
+    save_file(tensors, str(partial), {"step": str(step)})
+    os.replace(partial, path)
+
+
+def restore(path: Path, w: dict[str, Tensor], optimizer: torch.optim.AdamW) -> int:
+    """Put back what `keep` wrote; the number of steps done, 0 if there is nothing."""
+    if not path.exists():
+        return 0
+    with safe_open(str(path), framework="pt") as file, torch.no_grad():
+        step = int(file.metadata()["step"])
+        for name, weight in w.items():
+            weight.copy_(file.get_tensor(name))
+            moments = {k: file.get_tensor(f"{name}.{k}") for k in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[weight] = moments | {"step": torch.tensor(float(step))}
+    return step
+
+
+# -- the command
+
+
+def train(out: str | Path, settings: Settings, load: Callable[[], LLM], resume: bool = False) -> None:
+    """Texts, training, file. What is done so far lies in `<out>.work`, which `resume` goes on from.
+
+    Raises ValueError if that folder holds another run, or one that `resume` does not ask for.
+    """
+    out = Path(out)
+    folder = out.with_name(out.name + ".work")
+    check_folder(folder, settings, resume)
+    llm = load()
+    folder.mkdir(parents=True, exist_ok=True)  # not before: what is refused leaves nothing behind
+    (folder / NOTE).write_text(json.dumps(asdict(settings)), encoding="utf-8")
+    texts = write_texts(llm, folder, settings.texts, settings.tokens, settings.seed, Bar("texts"))
+    torch.set_num_threads(kernels.threads())  # an LLM leaves torch one, for the sake of its own kernels
+    examples = Examples(texts, settings.kept, llm.model)
+    bar = Bar("steps")
+    weights = fit(examples, settings, folder, lambda step, loss, hits: bar(step, settings.steps, loss, hits))
+    save_head(out, weights, llm.model, settings.model, asdict(settings))
+
+
+def check_folder(folder: Path, settings: Settings, resume: bool) -> None:
+    """Refuse a work folder that holds another run, or one that is not to be resumed."""
+    note, wanted = folder / NOTE, asdict(settings)
+    if note.exists():
+        if not resume:
+            raise ValueError(f"{folder} holds a run that has begun: go on with --resume, or delete it")
+        try:
+            found = dict(json.loads(note.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{note} is damaged ({error}): delete {folder}, and begin again") from None
+        if found != wanted:
+            differ = {k: (found.get(k), v) for k, v in wanted.items() if found.get(k) != v}
+            raise ValueError(f"{folder} holds a run with other settings (there, asked for): {differ}; delete it first")
+
+
+class Bar:
+    """Progress on stderr: a bar on a terminal, else a line whenever there is an accuracy to report."""
+
+    def __init__(self, what: str):
+        self.what, self.start, self.first, self.hits = what, time.perf_counter(), None, []
+
+    def __call__(self, done: int, total: int, loss: float | None = None, hits: list[float] | None = None) -> None:
+        self.first = done if self.first is None else self.first  # what an earlier run did says nothing of the pace
+        self.hits = hits or self.hits
+        spent = time.perf_counter() - self.start
+        left = spent / max(1, done - self.first) * (total - done)
+        line = f"{self.what} {done:,} of {total:,}, {left / 60:.1f} minutes left"
+        line += "" if loss is None else f", loss {loss:.2f}"
+        line += f", right {' '.join(f'{hit:.1%}' for hit in self.hits)}" if self.hits else ""
+        if sys.stderr.isatty():
+            filled = 30 * done // total
+            end = "\n" if done == total else ""
+            print(f"\r[{'#' * filled}{'.' * (30 - filled)}] {line}  ", end=end, file=sys.stderr, flush=True)
+        elif hits or loss is None:
+            print(line, file=sys.stderr, flush=True)
+
+
+@dataclass
+class Decoded:
+    """The held-out requests of a kind, answered once."""
+
+    seconds: float
+    answers: list[list[int]]
+    counts: tuple[int, int, int]  # guesses accepted, guesses made, tokens an answer would have got without
+
+
+def measure(llm: LLM, sides: dict[str, Speculator | None], batch: int, tokens: int, rounds: int) -> list[dict]:
+    """Answer the held-out requests with each side's guesses in turn; a row for each kind of request and side.
+
+    The first side is what the others' speed-up is over, round by round (the median).
+    """
+    rows = []
+    for kind, asked in held_out().items():
+        prompts = [llm.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in asked]
+        runs: dict[str, list[Decoded]] = {side: [] for side in sides}
+        for turn in range(1 + rounds):
+            for side, speculator in sides.items():
+                llm.engine.speculator = speculator
+                run = decode(llm, prompts, batch, tokens)
+                if turn:  # the first one records steps of sizes that have not come up yet
+                    runs[side].append(run)
+        first = next(iter(runs.values()))
+        for side, those in runs.items():
+            accepted, drafted, decodes = (sum(counts) for counts in zip(*(run.counts for run in those), strict=True))
+            row = {"kind": kind, "batch": batch, "side": side}
+            row["speedup"] = statistics.median(a.seconds / b.seconds for a, b in zip(first, those, strict=True))
+            row["tokens_per_step"] = 1 + accepted / max(1, decodes)
+            row["right"] = accepted / max(1, drafted)
+            row["same"] = all(run.answers == first[0].answers for run in those)
+            rows.append(row)
+    return rows
+
+
+def decode(llm: LLM, prompts: list[list[int]], batch: int, tokens: int) -> Decoded:
+    """Greedy answers, so many prompts at a time. The clock runs from when all of them have their first token.
+
+    With one thread it is the processor's, which other programs disturb much less than the one on the wall.
+    """
+    clock = time.process_time if kernels.threads() == 1 else time.perf_counter
+    params, speculator = SamplingParams(temperature=0, max_tokens=tokens), llm.engine.speculator
+    before = counts_of(speculator)
+    seconds, answers = 0.0, []
+    llm.scheduler.drop_cache()
+    for start in range(0, len(prompts), batch):
+        requests = [llm.add(prompt, params) for prompt in prompts[start : start + batch]]
+        while not all(request.first_token or request.finished for request in requests):
+            llm.engine.step()
+        began = clock()
+        while llm.engine.has_work:
+            llm.engine.step()
+        seconds += clock() - began
+        answers += [request.choices[0].token_ids for request in requests]
+    return Decoded(seconds, answers, tuple(b - a for a, b in zip(before, counts_of(speculator), strict=True)))
+
+
+def counts_of(speculator: Speculator | None) -> tuple[int, int, int]:
+    return (0, 0, 0) if speculator is None else (speculator.accepted, speculator.drafted, speculator.decodes)
+
+
+def run_train(args: argparse.Namespace) -> None:
+    names = [name for name in asdict(Settings()) if hasattr(args, name)]
+    settings = Settings(**{name: getattr(args, name) for name in names})
+
+    def load() -> LLM:
+        return LLM(settings.model, quant=settings.quant, compile=True, threads=args.threads)
+
+    train(args.out, settings, load, args.resume)
+    print(f"{args.out}: {Path(args.out).stat().st_size / 1e6:.1f} MB; {args.out}.work is not needed any more")
+
+
+def run_measure(args: argparse.Namespace) -> None:
+    llm = LLM(args.model, quant=args.quant, compile=True, threads=args.threads, speculate=args.speculate)
+    head = llm.engine.speculator
+    sides = {"plain": None, "ngram": Speculator(NgramProposer(), head.most, head.step), args.speculate: head}
+    one, two, draft = (seconds * 1e3 for seconds in (head.step(1), head.step(2), head.draft(1)))
+    print(f"a step of one row {one:.1f} ms, of two {two:.1f} ms, a round of the head {draft:.2f} ms")
+    print("requests  batch  speed-up  tokens/step  right  answers  guesses")
+    for batch in args.batch:
+        for row in measure(llm, sides, batch, args.tokens, args.rounds):
+            figures = f"{row['speedup']:9.2f}x{row['tokens_per_step']:13.2f}{row['right']:7.0%}"
+            print(
+                f"{row['kind']:9}{batch:6}{figures}  {'same   ' if row['same'] else 'DIFFER '}  {row['side']}",
+                flush=True,
+            )
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("speculative.py", description="Train a draft head, and measure it.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    learn = commands.add_parser("train", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    learn.add_argument("--out", required=True, metavar="F", help="the file to write; its work folder is F.work")
+    learn.add_argument("--resume", action="store_true", help="go on with what F.work holds")
+    for name, value in asdict(Settings()).items():
+        learn.add_argument(f"--{name}", type=type(value), default=value)
+    look = commands.add_parser("measure", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    look.add_argument("--speculate", default="head", help="the head to measure: head or head:<file>")
+    look.add_argument("--model", default="smollm2")
+    look.add_argument("--quant", default="int4")
+    look.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    look.add_argument("--tokens", type=int, default=128, help="of an answer, at most")
+    look.add_argument("--rounds", type=int, default=3)
+    for command in (learn, look):
+        command.add_argument("--threads", type=int, help="as many as there are processors")
+    args = parser.parse_args(argv)
+    if args.command == "measure":
+        if args.speculate.partition(":")[0] != "head":
+            look.error(f"--speculate {args.speculate}: head or head:<file>; n-grams are measured beside it anyway")
+        if min(args.tokens, args.rounds, *args.batch) < 1:
+            look.error("--tokens, --rounds and --batch must be at least 1")
+        asked = min(map(len, held_out().values()))
+        if max(args.batch) > asked:
+            look.error(f"--batch {max(args.batch)}: there are {asked} requests of a kind to answer side by side")
+    return args
+
+
+@as_command
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    run_train(args) if args.command == "train" else run_measure(args)
+    return 0

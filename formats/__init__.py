@@ -1,0 +1,1 @@
+"""File formats and the outside world: containers, configs, downloads, chat templates, command lines."""

