@@ -4,13 +4,13 @@ The problem. The greedy token of each step need not lie on the likeliest sequenc
 the way to a better whole.
 
 The idea. Hold B partial answers. Extend each by every token, add log-probabilities, keep the B best of all B x vocab
-sums. One of them may have two heirs and another none, so a step is forks and ends, which paged KV makes nearly free:
-heirs share their past by reference, and copy only the block they write.
+sums. One of them may have two candidates and another none, so a step is forks and ends, nearly free with paged KV:
+candidates share their past by reference, and copy only the block they write.
 
     scores        A -1.0 ─┬─ "cat" -1.4   kept, A goes on
                           └─ "dog" -1.6   kept, a fork of A
                   B -1.5 ─┬─ "</s>" -1.9  a finished answer, it leaves the search
-                          └─ "ran" -3.0   cut; B has no heir and gives its blocks back
+                          └─ "ran" -3.0   cut; B has no candidate and gives its blocks back
 
 All beams of a request must have their logits before one can be chosen over another, so a beam that is early waits; the
 scheduler sees it as a sequence with nothing to compute. Finished answers are ranked by log-probability over length. The
@@ -28,15 +28,15 @@ from dataclasses import dataclass
 
 import torch
 
-from request import Choice, Delta, Request
+from request import Answer, Delta, Request
 from sampling import Sampled, SamplerState, beam_score, beam_step, process_logits, row_errors, score
 
 
 @dataclass
-class Heir:
+class Candidate:
     """One kept continuation: `parent` goes on with `sampled`, its sum of log-probabilities is then `score`."""
 
-    parent: Choice
+    parent: Answer
     sampled: Sampled
     score: float
 
@@ -44,63 +44,63 @@ class Heir:
 class BeamSearch:
     """The search of one request: collects a row of logits per live beam, then says who goes on with what."""
 
-    def __init__(self, request: Request, first: Choice):
+    def __init__(self, request: Request, first: Answer):
         self.request, self.width = request, request.params.beam_width
-        self.live: dict[Choice, float] = {first: 0.0}  # beam -> its sum of log-probabilities
-        self.pending: dict[Choice, torch.Tensor] = {}  # beam -> raw logits [V] of its next token
+        self.live: dict[Answer, float] = {first: 0.0}  # beam -> its sum of log-probabilities
+        self.pending: dict[Answer, torch.Tensor] = {}  # beam -> raw logits [V] of its next token
         self.finished: list[tuple[float, list[Sampled]]] = []  # (rank score, the whole answer)
 
-    def offer(self, beam: Choice, logits: torch.Tensor) -> bool:
+    def offer(self, beam: Answer, logits: torch.Tensor) -> bool:
         """Give a live beam its row; True once all beams have theirs. A beam computed again simply offers again."""
         self.pending[beam] = logits
         return len(self.pending) == len(self.live)
 
-    def choose(self) -> list[Heir]:
-        """The heirs of this step, best first; none means the search is over. Raises ValueError for unusable logits."""
+    def choose(self) -> list[Candidate]:
+        """The candidates of this step, best first; none: the search is over. Raises ValueError for unusable logits."""
         beams = list(self.live)
         raw = torch.stack([self.pending.pop(beam) for beam in beams]).float()  # [B, V]
-        masks = [beam.guided.mask() if beam.guided is not None else None for beam in beams]
-        processed = process_logits(raw, [beam.state for beam in beams], masks)
+        masks = [beam.guide.mask() if beam.guide is not None else None for beam in beams]
+        processed = process_logits(raw, [beam.sampler for beam in beams], masks)
         for error in row_errors(raw, processed):
             if error is not None:
                 raise error
         best = beam_step(processed.double().log_softmax(-1), list(self.live.values()), 2 * self.width)
-        heirs = []
+        candidates = []
         for rank, (b, token, total) in enumerate(best):
             sampled = score(raw[b], token, self.request.params.logprobs)
-            guided = beams[b].guided
+            guided = beams[b].guide
             if token in self.request.stop_ids or (guided is not None and guided.completes(token)):
                 if rank < self.width:
                     self._finish(beams[b], sampled, total)
-            elif len(heirs) < self.width:
-                heirs.append(Heir(beams[b], sampled, total))
-        length = beams[0].state.n_output + 1
+            elif len(candidates) < self.width:
+                candidates.append(Candidate(beams[b], sampled, total))
+        length = beams[0].sampler.n_output + 1
         if length == self.request.max_tokens:
-            for heir in heirs:
-                self._finish(heir.parent, heir.sampled, heir.score)
+            for candidate in candidates:
+                self._finish(candidate.parent, candidate.sampled, candidate.score)
             return []
-        return [] if self._settled(heirs) else heirs
+        return [] if self._settled(candidates) else candidates
 
-    def _finish(self, beam: Choice, last: Sampled, total: float) -> None:
+    def _finish(self, beam: Answer, last: Sampled, total: float) -> None:
         answer = [*beam.logprobs, last]
         self.finished.append((beam_score(total, len(answer)), answer))
 
-    def _settled(self, heirs: list[Heir]) -> bool:
-        """Whether even the best heir, at the greatest length, would rank below `width` finished answers."""
-        if len(self.finished) < self.width or not heirs:
-            return not heirs
+    def _settled(self, candidates: list[Candidate]) -> bool:
+        """Whether even the best candidate, at the greatest length, would rank below `width` finished answers."""
+        if len(self.finished) < self.width or not candidates:
+            return not candidates
         worst_kept = sorted(rank for rank, _ in self.finished)[-self.width]
-        return beam_score(heirs[0].score, self.request.max_tokens) <= worst_kept
+        return beam_score(candidates[0].score, self.request.max_tokens) <= worst_kept
 
-    def answers(self) -> tuple[list[Choice], list[Delta]]:
-        """The n best finished answers as choices of the request, and a delta for each, its whole text in one."""
+    def answers(self) -> tuple[list[Answer], list[Delta]]:
+        """The n best finished answers as answers of the request, and a delta for each, its whole text in one."""
         best = sorted(self.finished, key=lambda item: -item[0])[: self.request.params.n]
-        choices, deltas = [], []
-        for index, (_, answer) in enumerate(best):
-            choice = Choice(self.request, index, None, SamplerState(self.request.params, self.request.prompt_ids))
-            deltas.append([choice.accept(sampled) for sampled in answer])
-            choices.append(choice)
-        return choices, [merged(parts) for parts in deltas]
+        answers, deltas = [], []
+        for index, (_, decided) in enumerate(best):
+            answer = Answer(self.request, index, None, SamplerState(self.request.params, self.request.prompt_ids))
+            deltas.append([answer.accept(sampled) for sampled in decided])
+            answers.append(answer)
+        return answers, [merged(parts) for parts in deltas]
 
 
 def merged(parts: list[Delta]) -> Delta:

@@ -261,7 +261,7 @@ def run_chat(llm: LLM, args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             pass
         print()
-        messages.append({"role": "assistant", "content": request.choices[0].text})
+        messages.append({"role": "assistant", "content": request.answers[0].text})
         print(
             f"[{len(request.prompt_ids)} prompt tokens, {request.num_cached_tokens} of them cached]",
             file=sys.stderr,

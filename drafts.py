@@ -31,7 +31,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from request import Choice
+    from request import Answer
     from scheduler import Scheduler
     from sequence import Step
     from speculative import Speculator
@@ -42,91 +42,91 @@ class Drafts:
 
     def __init__(self, scheduler: Scheduler, speculator: Speculator | None = None):
         self.scheduler, self.speculator = scheduler, speculator
-        self.jumping: set[Choice] = set()  # have forced tokens that may be appended
+        self.jumping: set[Answer] = set()  # have forced tokens that may be appended
 
-    def append(self) -> list[Choice]:
-        """Let sequences that only lack their last token carry a draft behind it. Returns the choices that do."""
+    def append(self) -> list[Answer]:
+        """Let sequences that only lack their last token carry a draft behind it. Returns the answers that do."""
         if not self.jumping and self.speculator is None:
             return []
-        self.jumping = {choice for choice in self.jumping if choice.forced and choice.finish_reason is None}
-        able = [s.request for s in self.scheduler.running if s.num_new == 1 and s.request.state.n_output]
-        able = [choice for choice in able if choice.request.beams is None]
-        drafts = {choice: choice.forced for choice in able if choice.forced}
-        guesses = [choice for choice in able if not choice.forced] if self.speculator is not None else []
+        self.jumping = {answer for answer in self.jumping if answer.forced and answer.finish_reason is None}
+        able = [s.answer for s in self.scheduler.running if s.num_new == 1 and s.answer.sampler.n_output]
+        able = [answer for answer in able if answer.request.beams is None]
+        drafts = {answer: answer.forced for answer in able if answer.forced}
+        guesses = [answer for answer in able if not answer.forced] if self.speculator is not None else []
         if guesses:
             drafts |= zip(guesses, self._guess(guesses), strict=True)
-        for choice, draft in drafts.items():
-            draft = draft[: room(choice)]
-            choice.num_draft, choice.num_right = len(draft), 0
-            choice.num_guessed = 0 if choice.forced else len(draft)
-            choice.seq.tokens += draft
-        return [choice for choice in drafts if choice.num_draft]
+        for answer, draft in drafts.items():
+            draft = draft[: room(answer)]
+            answer.num_draft, answer.num_right = len(draft), 0
+            answer.num_guessed = 0 if answer.forced else len(draft)
+            answer.seq.tokens += draft
+        return [answer for answer in drafts if answer.num_draft]
 
-    def drop_unscheduled(self, step: Step, drafted: list[Choice]) -> None:
+    def drop_unscheduled(self, step: Step, drafted: list[Answer]) -> None:
         """What this step does not compute of a draft is forgotten: for want of budget or blocks, or preempted."""
         scheduled = {seq.id: n for seq, n in step.entries} if drafted else {}
-        for choice in drafted:
-            seq = choice.seq
-            known = len(seq.tokens) - choice.num_draft
+        for answer in drafted:
+            seq = answer.seq
+            known = len(seq.tokens) - answer.num_draft
             kept = max(known, min(len(seq.tokens), seq.num_computed + scheduled.get(seq.id, 0)))
             self.scheduler.truncate(seq, kept)
-            choice.num_draft = kept - known
-            choice.num_guessed = min(choice.num_guessed, choice.num_draft)
+            answer.num_draft = kept - known
+            answer.num_guessed = min(answer.num_guessed, answer.num_draft)
 
-    def settle(self, choice: Choice, token: int) -> bool:
-        """A choice has accepted `token`. Returns whether its draft had it too, so that the next row holds good as well.
+    def settle(self, answer: Answer, token: int) -> bool:
+        """A answer has accepted `token`. Returns whether its draft had it too, so that the next row holds good as well.
 
         If not, or if this was the end, nothing is left of the draft, and `token` is still to be appended.
         """
-        if choice.forced:
-            self.jumping.add(choice)
-        if not choice.num_draft:
+        if answer.forced:
+            self.jumping.add(answer)
+        if not answer.num_draft:
             return False
-        seq = choice.seq
-        place = len(seq.tokens) - choice.num_draft
+        seq = answer.seq
+        place = len(seq.tokens) - answer.num_draft
         if seq.tokens[place] == token:
-            choice.num_right += 1
-            if choice.finish_reason is None:
-                choice.num_draft -= 1
+            answer.num_right += 1
+            if answer.finish_reason is None:
+                answer.num_draft -= 1
                 return True
         self.scheduler.truncate(seq, place)
-        choice.num_draft = 0
+        answer.num_draft = 0
         return False
 
-    def observe(self, drafted: list[Choice]) -> None:
+    def observe(self, drafted: list[Answer]) -> None:
         """Tell the speculator how its guesses fared."""
         try:
-            for choice in drafted:
-                if choice.num_guessed:
-                    self.speculator.observe(choice)
+            for answer in drafted:
+                if answer.num_guessed:
+                    self.speculator.observe(answer)
         except Exception as error:
             self._stop_guessing(error)
 
-    def _guess(self, choices: list[Choice]) -> list[list[int]]:
+    def _guess(self, answers: list[Answer]) -> list[list[int]]:
         try:
-            return self.speculator.propose(choices, [room(choice) for choice in choices], possible)
+            return self.speculator.propose(answers, [room(answer) for answer in answers], possible)
         except Exception as error:
             self._stop_guessing(error)
-            return [[] for _ in choices]
+            return [[] for _ in answers]
 
     def _stop_guessing(self, error: Exception) -> None:
         note(f"speculation is switched off: {type(error).__name__}: {error}")
         self.speculator = None
 
 
-def room(choice: Choice) -> int:
+def room(answer: Answer) -> int:
     """Tokens a draft may have: the row after the last of them gives one more, and then the answer may be full."""
-    return choice.request.max_tokens - choice.state.n_output - 1
+    return answer.request.max_tokens - answer.sampler.n_output - 1
 
 
-def possible(choice: Choice, guess: list[int]) -> list[int]:
+def possible(answer: Answer, guess: list[int]) -> list[int]:
     """What of a guess the structure of an answer leaves."""
-    return guess if choice.guided is None else choice.guided.trim(guess)
+    return guess if answer.guide is None else answer.guide.trim(guess)
 
 
-def rows_to_read(choice: Choice) -> int:
+def rows_to_read(answer: Answer) -> int:
     """Tokens of the draft whose rows are read; forced ones are known without, unless they are to be scored."""
-    return 0 if choice.forced and not choice.request.params.scored else choice.num_draft
+    return 0 if answer.forced and not answer.request.params.scored else answer.num_draft
 
 
 def note(line: str) -> None:

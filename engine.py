@@ -14,7 +14,7 @@ The idea is the whole engine: catch up. A sequence knows its tokens and how many
 and nothing asks which "mode" it is in. Guesses and forced tokens are carried at the end of a sequence and computed like
 known ones; as long as the token comes out that stands there, the next row holds good too (drafts.py). Parallel answers
 (n > 1) are one sequence until its prompt is computed; the row of logits that follows is sampled n times and n - 1 forks
-share the prompt's blocks. A beam search is the same with another choice among the candidates (beam.py).
+share the prompt's blocks. A beam search is the same with another answer among the candidates (beam.py).
 
 Failures stay where they belong: a request that is wrong is refused before it is queued, a row of bad logits ends its
 own request, a step that raises ends the requests in it. The others go on, and every block is accounted for.
@@ -33,14 +33,14 @@ from collections.abc import Callable, Hashable, Iterable
 import torch
 
 import kernels
-from beam import BeamSearch, Heir
+from beam import BeamSearch, Candidate
 from drafts import Drafts, note, rows_to_read
 from guided import Guides
 from kv_paged import KVCache, blocks_needed
 from layout import build_batch
 from model import Batch, Transformer
 from overlap import Overlap
-from request import Choice, Delta, Request
+from request import Answer, Delta, Request
 from sampling import Sampled, SamplerState, prompt_logprobs, sample
 from sampling_params import SamplingParams
 from scheduler import Scheduler, Sequence, Step
@@ -74,7 +74,7 @@ class Engine:
         self.guides = Guides(tokenizer, model.config.vocab_size, eos_token_ids, jump_forward)
         self.drafts = Drafts(scheduler, speculator)
         self.overlap = Overlap(self) if overlap else None
-        self.rows: dict[Choice, int] = {}  # of the last step: where the latest token of each was drawn, for who guesses
+        self.rows: dict[Answer, int] = {}  # of the last step: where the latest token of each was drawn, for who guesses
 
     # -- requests come and go
 
@@ -109,7 +109,7 @@ class Engine:
         self._check_beams(params, len(prompt_ids) + limit)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
         request = Request(next(self.ids), list(prompt_ids), params, limit, stop_ids, self.tokenizer, prompt)
-        request.guided = self.guides.answer(params, prompt_ids)
+        request.guide = self.guides.answer(params, prompt_ids)
         seq = Sequence(
             list(prompt_ids),
             max(limit, 1),
@@ -121,11 +121,11 @@ class Engine:
         self.scheduler.add(seq)
         seed = self.seeds.getrandbits(63) if params.seed is None else params.seed
         state = SamplerState(params, prompt_ids, 0, seed, sorted(self.eos_token_ids))
-        seq.request = Choice(request, 0, seq, state)
+        seq.answer = Answer(request, 0, seq, state)
         request.seq = seq
-        request.choices.append(seq.request)
+        request.answers.append(seq.answer)
         if params.beam_width:
-            request.beams = BeamSearch(request, seq.request)
+            request.beams = BeamSearch(request, seq.answer)
         self.requests[request.id] = request
         return request
 
@@ -189,8 +189,8 @@ class Engine:
             self.scheduler.drop_cache()
         return deltas
 
-    def plan(self) -> tuple[Step, list[Choice]]:
-        """Choose the next step; also the choices that carry a draft."""
+    def plan(self) -> tuple[Step, list[Answer]]:
+        """Choose the next step; also the answers that carry a draft."""
         drafted = self.drafts.append()
         self.rows.clear()
         step = self.scheduler.schedule()
@@ -204,7 +204,7 @@ class Engine:
         return step, drafted
 
     def run(
-        self, step: Step, drafted: list[Choice], rows: list[range] | None = None, batch: Batch | None = None
+        self, step: Step, drafted: list[Answer], rows: list[range] | None = None, batch: Batch | None = None
     ) -> list[Delta]:
         """Compute a planned step, which may be laid out already, draw what is to be drawn, and accept it."""
         if not step.entries:
@@ -221,7 +221,7 @@ class Engine:
                 ready = [r for r, result in zip(ready, results, strict=True) if self.accept(r[0], result, deltas)]
         except Exception as error:  # whatever went wrong, it went wrong for the requests of this step
             self.scheduler.fail(step)
-            return deltas + self.fail([seq.request.request for seq, _ in step.entries], error)
+            return deltas + self.fail([seq.answer.request for seq, _ in step.entries], error)
         self.drafts.observe(drafted)
         for request in searches:
             try:
@@ -246,9 +246,9 @@ class Engine:
         """For each entry, the positions whose logits are needed: the last known token, a draft, a prompt to score."""
         wanted = []
         for seq, n in step.entries:
-            start, end, request = seq.num_computed, seq.num_computed + n, seq.request.request
-            first = (end - 1 if end == len(seq.tokens) else end) - rows_to_read(seq.request)
-            if request.params.prompt_logprobs is not None and seq.request.index == 0:
+            start, end, request = seq.num_computed, seq.num_computed + n, seq.answer.request
+            first = (end - 1 if end == len(seq.tokens) else end) - rows_to_read(seq.answer)
+            if request.params.prompt_logprobs is not None and seq.answer.index == 0:
                 scored = len(request.prompt_logprobs) - 1  # rows used so far: row p scores token p + 1
                 if scored < min(end, seq.num_prompt - 1):
                     first = min(first, max(start, scored))
@@ -260,11 +260,11 @@ class Engine:
     ) -> tuple[list[Request], list[tuple]]:
         """Score prompts (one that cannot be is an end, in `deltas`), fork parallel answers, and see who has caught up.
 
-        Returns the beam searches that now have all their logits, and (choice, its last row) of everyone else.
+        Returns the beam searches that now have all their logits, and (answer, its last row) of everyone else.
         """
         searches, ready, row = [], [], 0
         for (seq, _), wanted in zip(step.entries, rows, strict=True):
-            choice, request, start = seq.request, seq.request.request, row
+            answer, request, start = seq.answer, seq.answer.request, row
             row += len(wanted)
             if request.params.prompt_logprobs is not None and wanted:
                 bad = self._score_prompt(request, wanted, logits[start:row])
@@ -272,73 +272,73 @@ class Engine:
                     deltas += self._end(request, "error", str(bad))
                     continue
             if seq.num_new == 0 and request.beams is not None and request.max_tokens > 0:
-                if request.beams.offer(choice, logits[row - 1].clone()):
+                if request.beams.offer(answer, logits[row - 1].clone()):
                     searches.append(request)
-            elif seq.num_new == 0 and choice.finish_reason is None:
-                caught_up = [choice]
-                while len(request.choices) < request.width:
+            elif seq.num_new == 0 and answer.finish_reason is None:
+                caught_up = [answer]
+                while len(request.answers) < request.width:
                     caught_up.append(self._fork(request, seq))
                 ready += [(each, row - 1) for each in caught_up]
         return searches, ready
 
-    def pick(self, ready: list[tuple[Choice, int]], logits: torch.Tensor) -> list[Sampled | ValueError]:
-        """The next token of each choice: the forced one, or drawn from its row. A draft's rows end at the last one."""
+    def pick(self, ready: list[tuple[Answer, int]], logits: torch.Tensor) -> list[Sampled | ValueError]:
+        """The next token of each answer: the forced one, or drawn from its row. A draft's rows end at the last one."""
         results: list[Sampled | ValueError | None] = [None] * len(ready)
         drawn, rows = [], []
-        for i, (choice, last) in enumerate(ready):
-            row, params = last - choice.num_draft, choice.request.params
-            self.rows[choice] = row
-            if not choice.forced:
+        for i, (answer, last) in enumerate(ready):
+            row, params = last - answer.num_draft, answer.request.params
+            self.rows[answer] = row
+            if not answer.forced:
                 drawn.append(i)
                 rows.append(row)
             elif params.scored:
-                (results[i],) = prompt_logprobs(logits[row : row + 1], choice.forced[:1], params.logprobs or 0)
+                (results[i],) = prompt_logprobs(logits[row : row + 1], answer.forced[:1], params.logprobs or 0)
             else:
-                results[i] = Sampled(choice.forced[0])
+                results[i] = Sampled(answer.forced[0])
         if drawn:
-            choices = [ready[i][0] for i in drawn]
-            masks = [choice.guided and choice.guided.mask() for choice in choices]
-            sampled = sample(logits, [choice.state for choice in choices], masks, rows)
-            for i, choice, row, mask, result in zip(drawn, choices, rows, masks, sampled, strict=True):
-                if choice.num_draft and choice.guess_probs and isinstance(result, Sampled):
-                    result = verdict(choice, logits[row].float(), choice.seq.tokens[-choice.num_draft], mask)
+            answers = [ready[i][0] for i in drawn]
+            masks = [answer.guide and answer.guide.mask() for answer in answers]
+            sampled = sample(logits, [answer.sampler for answer in answers], masks, rows)
+            for i, answer, row, mask, result in zip(drawn, answers, rows, masks, sampled, strict=True):
+                if answer.num_draft and answer.guess_probs and isinstance(result, Sampled):
+                    result = verdict(answer, logits[row].float(), answer.seq.tokens[-answer.num_draft], mask)
                 results[i] = result
         return results
 
     def _advance_beams(self, request: Request) -> list[Delta]:
-        """One step of a beam search: heirs go on or are forked off, beams without heirs end, and so may the search."""
+        """One step of a search: candidates go on or are forked off, beams without one end, and so may the search."""
         search = request.beams
-        heirs = search.choose()
-        if not heirs and not search.finished:
+        candidates = search.choose()
+        if not candidates and not search.finished:
             raise ValueError("no continuation is possible: logit_bias or the structure forbids every token")
         request.first_token = request.first_token or time.perf_counter()
-        beams: dict[Choice, Heir] = {}
-        for heir in heirs:  # the first heir goes on in its parent's sequence, the others in forks of it
-            beam = self._fork(request, heir.parent.seq) if heir.parent in beams else heir.parent
-            beam.logprobs = list(heir.parent.logprobs)
-            beams[beam] = heir
+        beams: dict[Answer, Candidate] = {}
+        for candidate in candidates:  # the first candidate goes on in its parent's sequence, the others in forks of it
+            beam = self._fork(request, candidate.parent.seq) if candidate.parent in beams else candidate.parent
+            beam.logprobs = list(candidate.parent.logprobs)
+            beams[beam] = candidate
         for beam in search.live:
             if beam not in beams:
                 self.scheduler.finish(beam.seq)
-        for beam, heir in beams.items():
-            beam.commit(heir.sampled.token)
-            beam.seq.tokens.append(heir.sampled.token)
-            beam.logprobs.append(heir.sampled)
-        search.live = {beam: heir.score for beam, heir in beams.items()}
+        for beam, candidate in beams.items():
+            beam.commit(candidate.sampled.token)
+            beam.seq.tokens.append(candidate.sampled.token)
+            beam.logprobs.append(candidate.sampled)
+        search.live = {beam: candidate.score for beam, candidate in beams.items()}
         if beams:
-            request.choices = list(beams)
+            request.answers = list(beams)
             return []
-        request.choices, deltas = search.answers()
+        request.answers, deltas = search.answers()
         self._close_if_finished(request)
         return deltas
 
-    def accept(self, choice: Choice, result: Sampled | ValueError, deltas: list[Delta], appended: bool = False) -> bool:
-        """Give a choice its token. Returns whether its draft had it, so that its next row holds good too.
+    def accept(self, answer: Answer, result: Sampled | ValueError, deltas: list[Delta], appended: bool = False) -> bool:
+        """Give a answer its token. Returns whether its draft had it, so that its next row holds good too.
 
         Whatever goes wrong here is the fault of this request alone.
         """
-        request, seq = choice.request, choice.seq
-        if choice.finish_reason is not None:  # a sibling's bad row ended the request a moment ago
+        request, seq = answer.request, answer.seq
+        if answer.finish_reason is not None:  # a sibling's bad row ended the request a moment ago
             return False
         if request.max_tokens == 0 or isinstance(result, Exception):
             deltas += (
@@ -346,16 +346,16 @@ class Engine:
             )
             return False
         try:
-            deltas.append(choice.accept(result))
+            deltas.append(answer.accept(result))
         except Exception as error:
             deltas += self.fail([request], error)
             return False
         request.first_token = request.first_token or time.perf_counter()
-        if self.drafts.settle(choice, result.token):
+        if self.drafts.settle(answer, result.token):
             return True
         if not appended:
             seq.tokens.append(result.token)
-        if choice.finish_reason is not None:
+        if answer.finish_reason is not None:
             self.scheduler.finish(seq)
             self._close_if_finished(request)
         return False
@@ -374,13 +374,13 @@ class Engine:
             request.prompt_logprobs += scores
         return None
 
-    def _fork(self, request: Request, seq: Sequence) -> Choice:
+    def _fork(self, request: Request, seq: Sequence) -> Answer:
         """One more parallel answer from the same computed prompt; it shares all blocks until it writes."""
         child = self.scheduler.fork(seq)
-        index = len(request.choices)
-        child.request = seq.request.fork(index, child)
-        request.choices.append(child.request)
-        return child.request
+        index = len(request.answers)
+        child.answer = seq.answer.fork(index, child)
+        request.answers.append(child.answer)
+        return child.answer
 
     def fail(self, requests: Iterable[Request], error: Exception) -> list[Delta]:
         """End requests with the cause; one that is named more than once, for its several answers, ends once."""
@@ -392,10 +392,10 @@ class Engine:
         """End all unfinished answers of a request without another token."""
         deltas = []
         leave = self.scheduler.abort if reason == "error" else self.scheduler.finish  # what failed is not cached
-        for choice in request.choices:
-            if choice.finish_reason is None:
-                leave(choice.seq)
-                deltas.append(choice.end(reason, error))
+        for answer in request.answers:
+            if answer.finish_reason is None:
+                leave(answer.seq)
+                deltas.append(answer.end(reason, error))
         self._close_if_finished(request)
         return deltas
 

@@ -3,7 +3,7 @@
 The problem. structured.py knows which tokens may follow in which state of an automaton. An engine has to keep that
 state for each answer, in step with its tokens, through forks, beams, preemptions and guesses that are taken back.
 
-The idea. A `GuidedAnswer` hangs on a `Choice` and moves when a token is accepted, so nothing ever has to be undone:
+The idea. A `GuidedAnswer` hangs on a `Answer` and moves when a token is accepted, so nothing ever has to be undone:
 
     state ──mask()──► sample ──► accepted token ──commit()──► state' ──► is_complete: nothing may follow, the end
                                                                 └──────► forced: tokens that follow without being drawn

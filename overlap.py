@@ -33,7 +33,7 @@ import torch
 
 import kernels
 from model import Batch
-from request import Choice, Delta
+from request import Answer, Delta
 from sampling import Sampled
 from sequence import Step
 
@@ -45,10 +45,10 @@ PLACEHOLDER = 0  # stands for a token until it is drawn; any id would do
 
 @dataclass
 class Flight:
-    """A step that is being computed: every entry is one token of one choice, so row i of the logits is choices[i]'s."""
+    """A step that is being computed: every entry is one token of one answer, so row i of the logits is answers[i]'s."""
 
     step: Step
-    choices: list[Choice]
+    answers: list[Answer]
     logits: Future
 
 
@@ -65,31 +65,31 @@ class Overlap:
         engine = self.engine
         if self.flight is None:
             step, drafted = engine.plan()
-            choices = self._plain_decodes(step)
-            if choices is None or drafted:
+            answers = self._plain_decodes(step)
+            if answers is None or drafted:
                 deltas += engine.run(step, drafted)
                 return
-            self._launch(step, choices, engine.lay_out(step, engine.wanted_rows(step)))
+            self._launch(step, answers, engine.lay_out(step, engine.wanted_rows(step)))
         flight = self.flight
         blanks, step, rows, batch = self._plan_next(flight)
         self.flight = None
         try:
-            ready = [(choice, row) for row, choice in enumerate(flight.choices)]
+            ready = [(answer, row) for row, answer in enumerate(flight.answers)]
             results = engine.pick(ready, flight.logits.result())
         except Exception as error:
             deltas += self._failed(flight, step, error)
             return
-        for choice, result in zip(flight.choices, results, strict=True):
-            if choice in blanks and isinstance(result, Sampled):
-                choice.seq.tokens[-1] = result.token
-                if blanks[choice] is not None:
-                    batch.tokens[blanks[choice]] = result.token
-        choices = self._plain_decodes(step) if step is not None else None
-        if choices is not None:
-            self._launch(step, choices, batch)
-        for choice, result in zip(flight.choices, results, strict=True):
-            engine.accept(choice, result, deltas, appended=choice in blanks)
-        if step is not None and choices is None:  # somebody was preempted and computes more than one token again
+        for answer, result in zip(flight.answers, results, strict=True):
+            if answer in blanks and isinstance(result, Sampled):
+                answer.seq.tokens[-1] = result.token
+                if blanks[answer] is not None:
+                    batch.tokens[blanks[answer]] = result.token
+        answers = self._plain_decodes(step) if step is not None else None
+        if answers is not None:
+            self._launch(step, answers, batch)
+        for answer, result in zip(flight.answers, results, strict=True):
+            engine.accept(answer, result, deltas, appended=answer in blanks)
+        if step is not None and answers is None:  # somebody was preempted and computes more than one token again
             deltas += engine.run(step, [], rows, batch)
 
     def land(self) -> None:
@@ -98,45 +98,45 @@ class Overlap:
             self.flight.logits.exception()
             self.flight = None
 
-    def _plain_decodes(self, step: Step) -> list[Choice] | None:
-        """The choices of a step in which each computes just its last token and needs nothing else; else None."""
-        choices = [seq.request for seq, n in step.entries if n == seq.num_new == 1]
-        plain = len(choices) == len(step.entries) > 0 and all(self._plain(choice) for choice in choices)
-        return choices if plain else None
+    def _plain_decodes(self, step: Step) -> list[Answer] | None:
+        """The answers of a step in which each computes just its last token and needs nothing else; else None."""
+        answers = [seq.answer for seq, n in step.entries if n == seq.num_new == 1]
+        plain = len(answers) == len(step.entries) > 0 and all(self._plain(answer) for answer in answers)
+        return answers if plain else None
 
-    def _plain(self, choice: Choice) -> bool:
-        request = choice.request
-        whole = request.params.prompt_logprobs is None and len(request.choices) == request.width
-        return whole and choice.guided is None and request.beams is None and request.max_tokens > 0
+    def _plain(self, answer: Answer) -> bool:
+        request = answer.request
+        whole = request.params.prompt_logprobs is None and len(request.answers) == request.width
+        return whole and answer.guide is None and request.beams is None and request.max_tokens > 0
 
-    def _plan_next(self, flight: Flight) -> tuple[dict[Choice, int | None], Step | None, list[range], Batch | None]:
-        """Schedule the step after `flight`, as if none of its choices ended now unless by length.
+    def _plan_next(self, flight: Flight) -> tuple[dict[Answer, int | None], Step | None, list[range], Batch | None]:
+        """Schedule the step after `flight`, as if none of its answers ended now unless by length.
 
-        Returns the choices that got a placeholder with its row in the batch (None: not in the step), the step, its
+        Returns the answers that got a placeholder with its row in the batch (None: not in the step), the step, its
         wanted rows and its batch; the step is None where it cannot be planned yet or has nothing to do.
         """
         engine, scheduler = self.engine, self.engine.scheduler
         if engine.speculator is not None or scheduler.waiting:
             return {}, None, [], None
-        going_on = [c for c in flight.choices if c.finish_reason is None]
-        going_on = [c for c in going_on if c.state.n_output + 1 < c.request.max_tokens]
+        going_on = [c for c in flight.answers if c.finish_reason is None]
+        going_on = [c for c in going_on if c.sampler.n_output + 1 < c.request.max_tokens]
         if not going_on:
             return {}, None, [], None
-        for choice in going_on:
-            choice.seq.tokens.append(PLACEHOLDER)
+        for answer in going_on:
+            answer.seq.tokens.append(PLACEHOLDER)
         step, _ = engine.plan()
-        blanks: dict[Choice, int | None] = dict.fromkeys(going_on)
+        blanks: dict[Answer, int | None] = dict.fromkeys(going_on)
         if not step.entries:
             return blanks, None, [], None
         end = 0
         for seq, n in step.entries:
             end += n
-            if seq.request in blanks and n == seq.num_new:
-                blanks[seq.request] = end - 1
+            if seq.answer in blanks and n == seq.num_new:
+                blanks[seq.answer] = end - 1
         rows = engine.wanted_rows(step)
         return blanks, step, rows, engine.lay_out(step, rows)
 
-    def _launch(self, step: Step, choices: list[Choice], batch: Batch) -> None:
+    def _launch(self, step: Step, answers: list[Answer], batch: Batch) -> None:
         @torch.inference_mode()
         def compute() -> torch.Tensor:
             kernels.use_device(self.engine.device)
@@ -145,7 +145,7 @@ class Overlap:
 
         future = self.worker.submit(compute)
         self.engine.scheduler.computed(step)  # everything that reads those keys and values runs later
-        self.flight = Flight(step, choices, future)
+        self.flight = Flight(step, answers, future)
 
     def _failed(self, flight: Flight, planned: Step | None, error: Exception) -> list[Delta]:
         """End the requests of a step that raised and of the one planned behind it, whose blocks were not moved yet.
@@ -155,6 +155,6 @@ class Overlap:
         engine, steps = self.engine, [step for step in (planned, flight.step) if step is not None]
         for step in steps:
             engine.scheduler.fail(step)
-        deltas = engine.fail([seq.request.request for step in steps for seq, _ in step.entries], error)
+        deltas = engine.fail([seq.answer.request for step in steps for seq, _ in step.entries], error)
         engine.scheduler.drop_cache()
         return deltas

@@ -7,7 +7,7 @@ and wants to be told why each of them ended. Three things end an answer, and the
     a stop string  anywhere in the text, even spread over tokens; the text before it is all the user sees  "stop"
     a length       max_tokens, or the model's context                                                    "length"
 
-The idea. A `Request` owns one `Choice` per parallel answer. A choice is a chain: token -> sampler state (penalties,
+The idea. A `Request` owns one `Answer` per parallel answer. A answer is a chain: token -> sampler state (penalties,
 random numbers) -> automaton, if the output has a structure (guided.py; a complete text ends the answer) -> incremental
 detokeniser (never half a character) -> stop checker (holds back what may become a stop string) -> text that is safe to
 show. Each accepted token yields a `Delta`; a stream is the concatenation of deltas, so it cannot differ from the whole.
@@ -87,18 +87,18 @@ class Request:
     stop_ids: frozenset[int]  # end an answer: EOS unless ignored, and stop_token_ids
     tokenizer: Tokenizer
     prompt: str | None = None
-    choices: list[Choice] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
     prompt_logprobs: list[Sampled | None] = field(default_factory=lambda: [None])  # nothing predicts the first token
     seq: Sequence | None = None  # the one that computes the prompt
     arrival: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
     finished_at: float | None = None
     beams: BeamSearch | None = None  # of beam.py
-    guided: GuidedAnswer | None = None  # where every answer starts, if the output has a structure
+    guide: GuidedAnswer | None = None  # where every answer starts, if the output has a structure
 
     @property
     def finished(self) -> bool:
-        return all(choice.finish_reason is not None for choice in self.choices)
+        return all(answer.finish_reason is not None for answer in self.answers)
 
     @property
     def num_cached_tokens(self) -> int:
@@ -111,33 +111,33 @@ class Request:
         return 1 if self.params.beam_width and self.max_tokens else self.params.best_of or self.params.n
 
     def output(self) -> RequestOutput:
-        choices = self.choices
+        answers = self.answers
         if self.width > self.params.n:  # best_of: the likeliest per token first
-            choices = sorted(choices, key=lambda c: -c.cumulative_logprob / max(1, len(c.token_ids)))
+            answers = sorted(answers, key=lambda c: -c.cumulative_logprob / max(1, len(c.token_ids)))
         return RequestOutput(
             request_id=self.id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_ids,
             prompt_logprobs=self.prompt_logprobs if self.params.prompt_logprobs is not None else None,
-            outputs=[choice.output(i) for i, choice in enumerate(choices[: self.params.n])],
+            outputs=[answer.output(i) for i, answer in enumerate(answers[: self.params.n])],
             num_cached_tokens=self.num_cached_tokens,
             ttft_s=self.first_token and self.first_token - self.arrival,
             total_s=self.finished_at and self.finished_at - self.arrival,
         )
 
 
-class Choice:
+class Answer:
     """One answer in the making: the engine feeds it sampled tokens, it answers with deltas until it has ended."""
 
-    def __init__(self, request: Request, index: int, seq, state: SamplerState, guided: GuidedAnswer | None = None):
-        self.request, self.index, self.seq, self.state = request, index, seq, state
-        self.guided = guided or (request.guided and request.guided.fork())
+    def __init__(self, request: Request, index: int, seq, sampler: SamplerState, guided: GuidedAnswer | None = None):
+        self.request, self.index, self.seq, self.sampler = request, index, seq, sampler
+        self.guide = guided or (request.guide and request.guide.fork())
         self.num_draft = 0  # tokens at the end of seq.tokens that are not accepted yet (drafts.py)
         self.guess_probs: list = []  # the distribution [V] that each guess was drawn from, for the rejection rule
         self.num_guessed = self.num_right = 0  # of this step's draft: guesses (not forced), and those that were right
         params = request.params
         self.detokenizer = request.tokenizer.detokenizer(request.prompt_ids)
-        if self.guided is not None:  # a structured text begins afresh, even where the prompt breaks off in a character
+        if self.guide is not None:  # a structured text begins afresh, even where the prompt breaks off in a character
             self.detokenizer.finish()
         self.stops = StopChecker(list(params.stop), params.include_stop_str_in_output)
         self.text = ""
@@ -149,22 +149,22 @@ class Choice:
 
     @property
     def token_ids(self) -> list[int]:
-        return self.state.output
+        return self.sampler.output
 
     @property
     def forced(self) -> list[int]:
         """Tokens that follow without being drawn."""
-        return self.guided.forced if self.guided is not None else []
+        return self.guide.forced if self.guide is not None else []
 
-    def fork(self, index: int, seq: Sequence) -> Choice:
+    def fork(self, index: int, seq: Sequence) -> Answer:
         """A parallel answer that has decided nothing yet, or another beam with the same past."""
-        return Choice(self.request, index, seq, self.state.fork(index), self.guided and self.guided.fork())
+        return Answer(self.request, index, seq, self.sampler.fork(index), self.guide and self.guide.fork())
 
     def commit(self, token: int) -> None:
         """`token` is decided."""
-        self.state.commit(token)
-        if self.guided is not None:
-            self.guided.commit(token)
+        self.sampler.commit(token)
+        if self.guide is not None:
+            self.guide.commit(token)
 
     def accept(self, sampled: Sampled) -> Delta:
         """One more token is decided: what may be shown now, and whether that was the end."""
@@ -175,7 +175,7 @@ class Choice:
         piece = "" if token in request.stop_ids else self.detokenizer.add([token])
         if token in request.stop_ids:
             self.finish_reason, self.stop_reason = "stop", token
-        elif self.guided is not None and self.guided.is_complete:
+        elif self.guide is not None and self.guide.is_complete:
             self.finish_reason = "stop"
         elif len(self.token_ids) >= request.max_tokens:
             self.finish_reason = "length"

@@ -201,7 +201,7 @@ class Scheduler:
         if id is not None and id in self.sequences:
             raise ValueError(f"sequence id {id!r} is already in use; finish or abort that one first")
         child = Sequence(
-            list(seq.tokens), seq.max_tokens, id, seq.priority, seq.arrival, seq.namespace, seq.read_cache, seq.request
+            list(seq.tokens), seq.max_tokens, id, seq.priority, seq.arrival, seq.namespace, seq.read_cache, seq.answer
         )
         child.num_prompt, child.group, child.num_cached = seq.num_prompt, seq.group, seq.num_cached
         child.started = child.resumed = seq.started

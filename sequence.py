@@ -14,7 +14,7 @@ Whatever happened to it, what is left to do is always the same: catch up.
 Source: Yu et al., "Orca" (OSDI 2022), section 3, treats the iteration as the unit of scheduling; counting computed
 tokens instead of naming phases is how vLLM's second engine (V1) words it.
 
-Left out: how a sequence is sampled (the engine hangs its own object on `request`).
+Left out: how a sequence is sampled (the engine hangs its own object on `answer`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Sequence:
     """One stream of tokens on its way through the engine: the prompt, then whatever was decided.
 
     priority: lower goes first (policy "priority"). namespace: what may share cached prefixes, e.g. ("lora", "x").
-    read_cache=False computes every prompt token, for callers that need all their logits. request: the engine's own.
+    read_cache=False computes every prompt token, for callers that need all their logits. answer: the engine's own.
     """
 
     tokens: list[int]
@@ -48,7 +48,7 @@ class Sequence:
     arrival: float = 0.0
     namespace: Hashable = None
     read_cache: bool = True
-    request: Any = None
+    answer: Any = None
 
     num_prompt: int = field(init=False)
     num_computed: int = field(init=False, default=0)  # tokens whose K and V are in the pool (or on the host)

@@ -12,7 +12,7 @@ then says what really follows. What was guessed right is kept, the first wrong g
 
 Exactness. The rule "accept a guess with probability min(1, p/q), else draw from what p has more than q" leaves the
 distribution of the output as it was (`rejection_sample`). This engine can do better than the distribution. The token of
-position i is drawn with a dart that depends on (seed, choice, i) only (sampling.py), so the row is simply sampled as
+position i is drawn with a dart that depends on (seed, answer, i) only (sampling.py), so the row is simply sampled as
 it would have been without any guess, and a guess is right when it IS the token. Nothing about the answer depends on
 what was guessed, how much or whether: the same tokens, drawn or greedy, as without speculation. For a guess that is a
 single token the chance of acceptance is the same p(guess) in both; for a guess drawn by a draft model it is higher
@@ -54,7 +54,7 @@ import torch
 from sampling import Sampled, draw, probabilities, process_logits, score
 
 if TYPE_CHECKING:
-    from request import Choice
+    from request import Answer
 
 VERDICT, RESIDUAL, GUESS = 1, 2, 3  # streams of sampling.uniform; 0 draws tokens
 FADE, OVERALL_FADE = 0.9, 0.98  # how fast what was seen fades, of one answer and of all, per verified guess
@@ -78,16 +78,16 @@ def rejection_sample(p: torch.Tensor, q: torch.Tensor, guess: int, verdict: floa
     return draw(more if float(more.amax()) > 0 else p, residual)
 
 
-def verdict(choice: Choice, row: torch.Tensor, guess: int, mask: torch.Tensor | None) -> Sampled:
+def verdict(answer: Answer, row: torch.Tensor, guess: int, mask: torch.Tensor | None) -> Sampled:
     """The next token of an answer under the rejection rule, from its raw logits [V] and the guess that is at stake."""
-    state, params = choice.state, choice.request.params
+    state, params = answer.sampler, answer.request.params
     (p,) = probabilities(process_logits(row[None], [state], [mask]), [state])
-    q = choice.guess_probs[choice.num_guessed - choice.num_draft]
+    q = answer.guess_probs[answer.num_guessed - answer.num_draft]
     token = rejection_sample(p, q, guess, state.uniform(VERDICT), state.uniform(RESIDUAL))
     return score(row, token, params.logprobs) if params.scored else Sampled(token)
 
 
-Trim = Callable[["Choice", list[int]], list[int]]
+Trim = Callable[["Answer", list[int]], list[int]]
 
 
 class Proposer(Protocol):
@@ -95,13 +95,13 @@ class Proposer(Protocol):
 
     ROUNDS_TO_ASK = 0  # rounds of `draft` that `strength` takes, which are then spared in `propose`
 
-    def strength(self, choices: list[Choice]) -> list[int]:
+    def strength(self, answers: list[Answer]) -> list[int]:
         """How good the evidence for a guess is now: 0 for none at all; equal numbers promise equally much."""
 
-    def propose(self, choices: list[Choice], limits: list[int]) -> list[list[int]]:
+    def propose(self, answers: list[Answer], limits: list[int]) -> list[list[int]]:
         """For each answer up to so many tokens that may follow those of its sequence."""
 
-    def backlog(self, choice: Choice) -> int:
+    def backlog(self, answer: Answer) -> int:
         """Tokens of the answer that must be computed before the first guess."""
         return 0
 
@@ -119,39 +119,39 @@ class NgramProposer(Proposer):
 
     def __init__(self, longest: int = 6, shortest: int = 1):
         self.lengths = range(longest, shortest - 1, -1)
-        self._seen: WeakKeyDictionary[Choice, tuple[int, dict]] = WeakKeyDictionary()
+        self._seen: WeakKeyDictionary[Answer, tuple[int, dict]] = WeakKeyDictionary()
 
-    def strength(self, choices: list[Choice]) -> list[int]:
-        return [self._match(choice)[0] for choice in choices]
+    def strength(self, answers: list[Answer]) -> list[int]:
+        return [self._match(answer)[0] for answer in answers]
 
-    def propose(self, choices: list[Choice], limits: list[int]) -> list[list[int]]:
-        return [self._guess(choice, limit) if limit else [] for choice, limit in zip(choices, limits, strict=True)]
+    def propose(self, answers: list[Answer], limits: list[int]) -> list[list[int]]:
+        return [self._guess(answer, limit) if limit else [] for answer, limit in zip(answers, limits, strict=True)]
 
-    def _match(self, choice: Choice) -> tuple[int, int]:
+    def _match(self, answer: Answer) -> tuple[int, int]:
         """Length of the longest match, and the place after its last occurrence; 0, 0 without any."""
-        tokens, index = choice.seq.tokens, self._index(choice)
+        tokens, index = answer.seq.tokens, self._index(answer)
         for n in self.lengths:
             place = index.get(tuple(tokens[-n:]))
             if place is not None:
                 return n, place
         return 0, 0
 
-    def _guess(self, choice: Choice, limit: int) -> list[int]:
-        tokens, guess = choice.seq.tokens, []
-        length, place = self._match(choice)
+    def _guess(self, answer: Answer, limit: int) -> list[int]:
+        tokens, guess = answer.seq.tokens, []
+        length, place = self._match(answer)
         for i in range(place, place + limit if length else place):
             guess.append(tokens[i] if i < len(tokens) else guess[i - len(tokens)])
         return guess
 
-    def _index(self, choice: Choice) -> dict[tuple[int, ...], int]:
+    def _index(self, answer: Answer) -> dict[tuple[int, ...], int]:
         """n-gram -> the place after its last occurrence, of all that end before the last token."""
-        tokens = choice.seq.tokens
-        done, index = self._seen.get(choice, (0, {}))
+        tokens = answer.seq.tokens
+        done, index = self._seen.get(answer, (0, {}))
         for end in range(done + 1, len(tokens)):
             for n in self.lengths:
                 if n <= end:
                     index[tuple(tokens[end - n : end])] = end
-        self._seen[choice] = len(tokens) - 1, index
+        self._seen[answer] = len(tokens) - 1, index
         return index
 
 
@@ -260,39 +260,39 @@ class Speculator:
     ):
         self.proposer, self.most, self.step, self.draft, self.trust = proposer, most, step, draft, trust
         self.overall: dict[int, Record] = {}  # by strength, of all answers: what to expect of a new one
-        self.records: WeakKeyDictionary[Choice, dict[int, Record]] = WeakKeyDictionary()
-        self.last: WeakKeyDictionary[Choice, int] = WeakKeyDictionary()  # the step in which it was given guesses last
-        self.asked: dict[Choice, int] = {}  # whose guesses are being verified, and their strength
+        self.records: WeakKeyDictionary[Answer, dict[int, Record]] = WeakKeyDictionary()
+        self.last: WeakKeyDictionary[Answer, int] = WeakKeyDictionary()  # the step in which it was given guesses last
+        self.asked: dict[Answer, int] = {}  # whose guesses are being verified, and their strength
         self.drafted = self.accepted = self.decodes = self.steps = 0
         self.accounts: dict[int, Account] = {}  # by the size of the batch in bits, for what pays depends on it
         self.account = Account()  # that of this step
         self.prices: dict[int, tuple[list[float], float]] = {}  # by the size of the batch
         self.hopeless: dict[int, bool] = {}  # likewise
 
-    def propose(self, choices: list[Choice], rooms: list[int], trim: Trim | None = None) -> list[list[int]]:
+    def propose(self, answers: list[Answer], rooms: list[int], trim: Trim | None = None) -> list[list[int]]:
         """Guesses for the answers that decode now; rooms: how many each may take.
 
         trim(answer, guess): what of a guess is possible at all. One that is not was wrong, and costs no row.
         """
-        n = len(choices)
+        n = len(answers)
         self.decodes += n
         self.steps += 1
         self.asked = {}
         if not any(rooms) or (self.step is not None and not self._may_ask(n)):
-            return [[] for _ in choices]
-        strengths = self.proposer.strength(choices)
+            return [[] for _ in answers]
+        strengths = self.proposer.strength(answers)
         longest = [min(room, self.most) if strength else 0 for room, strength in zip(rooms, strengths, strict=True)]
-        records = [self._record(choice, strength) for choice, strength in zip(choices, strengths, strict=True)]
-        limits = longest if self.step is None else self.plan(choices, records, longest)
-        self.asked = dict(zip(choices, strengths, strict=True))
-        guessing = [choice for choice, limit in zip(choices, limits, strict=True) if limit]
+        records = [self._record(answer, strength) for answer, strength in zip(answers, strengths, strict=True)]
+        limits = longest if self.step is None else self.plan(answers, records, longest)
+        self.asked = dict(zip(answers, strengths, strict=True))
+        guessing = [answer for answer, limit in zip(answers, limits, strict=True) if limit]
         missed = sum(map(self._missed, guessing))
         self.last.update(dict.fromkeys(guessing, self.steps))
-        guesses = self.proposer.propose(choices, limits) if guessing else [[] for _ in choices]
-        for i, choice in enumerate(choices):
-            possible = guesses[i] if trim is None else trim(choice, guesses[i])
+        guesses = self.proposer.propose(answers, limits) if guessing else [[] for _ in answers]
+        for i, answer in enumerate(answers):
+            possible = guesses[i] if trim is None else trim(answer, guesses[i])
             if guesses[i] and not possible:
-                self._learn(choice, right=0, wrong=1)
+                self._learn(answer, right=0, wrong=1)
             guesses[i] = possible
         if self.step is not None:
             price = self.price(n, sum(map(len, guesses)), max(limits)) + self._price_of_reading(n, missed)
@@ -305,11 +305,11 @@ class Speculator:
         self.account.pay_in_share(answers)
         return self.account.asking > 0 and not self.is_hopeless(answers)
 
-    def _missed(self, choice: Choice) -> int:
+    def _missed(self, answer: Answer) -> int:
         """Tokens that the proposer must compute for having made no guess lately. That it reads an answer once from its
         beginning is no price but an investment, made as soon as the answer is given its first guess."""
-        silent = self.steps - 1 - self.last.get(choice, self.steps - 1)
-        return min(silent, self.proposer.backlog(choice))
+        silent = self.steps - 1 - self.last.get(answer, self.steps - 1)
+        return min(silent, self.proposer.backlog(answer))
 
     def _price_of_reading(self, answers: int, tokens: int) -> float:
         """What it costs that the proposer computes so many tokens that it has missed."""
@@ -341,14 +341,14 @@ class Speculator:
             self.hopeless[answers] = all(tokens <= price for tokens, price in zip(won, prices, strict=True))
         return self.hopeless[answers]
 
-    def _record(self, choice: Choice, strength: int) -> Record:
+    def _record(self, answer: Answer, strength: int) -> Record:
         overall = self.overall.setdefault(strength, Record(2.0 * strength, 2.0))
-        own = self.records.setdefault(choice, {})
+        own = self.records.setdefault(answer, {})
         if strength not in own:
             own[strength] = Record(self.trust * overall.rate, self.trust * (1 - overall.rate))
         return own[strength]
 
-    def plan(self, choices: list[Choice], records: list[Record], longest: list[int]) -> list[int]:
+    def plan(self, answers: list[Answer], records: list[Record], longest: list[int]) -> list[int]:
         """How many guesses each answer is given, of at most `longest`: those that together promise most for a second.
 
         And one to the answer that has gone longest without, when there is something on the account to try it with.
@@ -371,28 +371,28 @@ class Speculator:
         limits = [0] * n
         for _, _, i in chances[:kept]:
             limits[i] += 1
-        idle = [(self.last.get(c, 0), i) for i, c in enumerate(choices) if limits[i] == 0 < longest[i]]
+        idle = [(self.last.get(c, 0), i) for i, c in enumerate(answers) if limits[i] == 0 < longest[i]]
         if idle:
             deepest, i = max(limits), min(idle)[1]
             price = self.price(n, kept + 1, max(deepest, 1)) - self.price(n, kept, deepest)
-            price += self._price_of_reading(n, self.proposer.backlog(choices[i]))
+            price += self._price_of_reading(n, self.proposer.backlog(answers[i]))
             if self.account.trying > price:
                 self.account.trying -= price
                 limits[i] = 1
         return limits
 
-    def observe(self, choice: Choice) -> None:
+    def observe(self, answer: Answer) -> None:
         """The guesses of an answer have been verified."""
-        guessed, right = choice.num_guessed, choice.num_right
-        wrong = int(right < guessed and choice.finish_reason is None)  # what comes after a wrong one was not tested
+        guessed, right = answer.num_guessed, answer.num_right
+        wrong = int(right < guessed and answer.finish_reason is None)  # what comes after a wrong one was not tested
         self.drafted += guessed
         self.accepted += right
         self.account.pay_in(right)
-        self._learn(choice, right, wrong)
+        self._learn(answer, right, wrong)
 
-    def _learn(self, choice: Choice, right: int, wrong: int) -> None:
-        strength = self.asked[choice]
-        self.records[choice][strength].add(right, wrong, FADE)
+    def _learn(self, answer: Answer, right: int, wrong: int) -> None:
+        strength = self.asked[answer]
+        self.records[answer][strength].add(right, wrong, FADE)
         self.overall[strength].add(right, wrong, OVERALL_FADE)
 
     def break_even(self) -> float | None:

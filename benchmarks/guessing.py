@@ -212,7 +212,7 @@ def structured(lab: Lab) -> Found:
         finally:
             guides.jump_forward = before
             del engine.pick
-        texts = [request.choices[0].text for request in requests]
+        texts = [request.answers[0].text for request in requests]
         tokens = sum(len(ids) for ids in tokens_of(requests))
         counted = {"steps": scheduler.work["steps"], "tokens": tokens, "drawn": drawn, "forced": tokens - drawn}
         return Run(

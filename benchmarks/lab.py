@@ -276,7 +276,7 @@ def run_all(llm: LLM, requests: list[Request]) -> float:
     began = time.perf_counter()
     while llm.engine.has_work:
         llm.engine.step()
-    failed = [choice.error for request in requests for choice in request.choices if choice.error]
+    failed = [choice.error for request in requests for choice in request.answers if choice.error]
     if failed:
         raise ValueError(f"a request of the workload failed: {failed[0]}")
     return time.perf_counter() - began
@@ -284,7 +284,7 @@ def run_all(llm: LLM, requests: list[Request]) -> float:
 
 def tokens_of(requests: list[Request]) -> list[list[int]]:
     """The tokens of every answer, those of parallel ones side by side."""
-    return [list(choice.token_ids) for request in requests for choice in request.choices]
+    return [list(choice.token_ids) for request in requests for choice in request.answers]
 
 
 def megabytes(nbytes: float) -> float:

@@ -125,7 +125,7 @@ class Occupancy(simulate.Simulation):
         tokens, held = balance["kv_tokens"], balance["live"] * size
         to_come = 0  # slots already held that the answers will yet fill
         for seq in scheduler.running:
-            end = min(len(seq.block_table) * size, seq.num_prompt + seq.request.answer)
+            end = min(len(seq.block_table) * size, seq.num_prompt + seq.answer.answer)
             to_come += max(0, end - seq.num_computed)
         reserved = min(to_come, held - tokens)
         gaps = balance["free"] * size if self.args.reserve == "contiguous" else 0  # no slab fits, free pages always do

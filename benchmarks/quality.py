@@ -94,7 +94,7 @@ def run_profile(llm: LLM, batch: int, steps: int) -> dict[str, float]:
     params = SamplingParams(temperature=0, max_tokens=steps + 2, ignore_eos=True)
     requests = [llm.add([100 + i] * 16, params) for i in range(batch)]
     try:
-        while any(len(r.choices[0].token_ids) < 2 for r in requests):
+        while any(len(r.answers[0].token_ids) < 2 for r in requests):
             engine.step()
         while engine.has_work:
             spent.clear()

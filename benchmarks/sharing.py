@@ -149,7 +149,7 @@ def prefix_cache(lab: Lab) -> Found:
             nonlocal total
             requests.append(lab.llm.add(prompt, answer_of(8)))
             total += run_all(lab.llm, requests[-1:])
-            return list(requests[-1].choices[0].token_ids)
+            return list(requests[-1].answers[0].token_ids)
 
         workload(lab.sizes, lab.drawn(), ask)
         stats = scheduler.stats()

@@ -165,7 +165,7 @@ class Simulation:
                 self.now = max(self.now, arrival)
             while arrival is not None and arrival <= self.now:
                 request = workload.take()
-                scheduler.add(Sequence(request.tokens, self.args.max_tokens, arrival=request.arrival, request=request))
+                scheduler.add(Sequence(request.tokens, self.args.max_tokens, arrival=request.arrival, answer=request))
                 arrival = workload.next_arrival()
             self._step()
             if scheduler.steps % self.args.check_every == 0:
@@ -182,8 +182,8 @@ class Simulation:
             out = sys.stderr if args.json else sys.stdout
             print(f"{self.now:10.3f} s  {step.describe()}", file=out)
         for seq, _ in step.cached:
-            if seq.request.admitted < 0:
-                seq.request.admitted = self.now
+            if seq.answer.admitted < 0:
+                seq.answer.admitted = self.now
         began = time.perf_counter()
         scheduler.computed(step)
         self.planning += time.perf_counter() - began
@@ -196,7 +196,7 @@ class Simulation:
         self.batched += tokens
         for seq, _ in step.entries:
             if seq.num_computed == len(seq.tokens):
-                self._token(seq, seq.request)
+                self._token(seq, seq.answer)
         if scheduler.steps % SAMPLE_EVERY == 0:
             self._sample()
 

@@ -44,7 +44,7 @@ from kv_paged import BlockPool, KVCache
 from layout import build_batch
 from model import Batch, Transformer
 from radix import RadixCache
-from request import Choice
+from request import Answer
 from sampling import Sampled, draw, probabilities, process_logits, sample
 from scheduler import Sequence, Step
 from speculative import GUESS, NgramProposer, Proposer
@@ -55,20 +55,20 @@ from tokenizer import Tokenizer
 class Draft:
     """Guesses for one answer in the making. `guided` walks ahead of the answer's own state."""
 
-    choice: Choice
+    answer: Answer
     limit: int
     seq: Sequence
-    guided: GuidedAnswer | None
+    guide: GuidedAnswer | None
     tokens: list[int] = field(default_factory=list)
 
     def add(self, token: int) -> None:
         self.tokens.append(token)
         self.seq.tokens.append(token)
-        self.choice.state.commit(token)
-        ends = token in self.choice.request.stop_ids
-        if self.guided is not None:
-            self.guided.commit(token)
-            ends = ends or self.guided.is_complete
+        self.answer.sampler.commit(token)
+        ends = token in self.answer.request.stop_ids
+        if self.guide is not None:
+            self.guide.commit(token)
+            ends = ends or self.guide.is_complete
         if ends:
             self.limit = len(self.tokens)
 
@@ -81,27 +81,27 @@ class DraftModel(Proposer):
         self.rejection, self.max_tokens = rejection, max_tokens
         pool = BlockPool(kv.num_blocks, kv.block_size)
         self.tables = BlockTables(pool, RadixCache(pool))
-        self.following: dict[Choice, tuple[Sequence, int]] = {}  # and how many tokens the target had last time
+        self.following: dict[Answer, tuple[Sequence, int]] = {}  # and how many tokens the target had last time
         self.run_model: Callable[[Batch], torch.Tensor] = lambda batch: model(batch, kv)
 
-    def strength(self, choices: list[Choice]) -> list[int]:
-        return [1] * len(choices)
+    def strength(self, answers: list[Answer]) -> list[int]:
+        return [1] * len(answers)
 
-    def propose(self, choices: list[Choice], limits: list[int]) -> list[list[int]]:
+    def propose(self, answers: list[Answer], limits: list[int]) -> list[list[int]]:
         self._leave()
-        drafts: dict[Choice, Draft] = {}
+        drafts: dict[Answer, Draft] = {}
         entries: list[tuple[Draft, int]] = []
         copies: list[tuple[int, int]] = []
         budget = self.max_tokens
-        for choice, limit in zip(choices, limits, strict=True):
-            seq = self._follow(choice) if limit and budget else None
+        for answer, limit in zip(answers, limits, strict=True):
+            seq = self._follow(answer) if limit and budget else None
             n = min(seq.num_new, budget, self.tables.room(seq)) if seq is not None else 0
             if n > 0:
                 copies += self.tables.extend(seq, n)
                 budget -= n
-                choice.guess_probs = []
-                drafts[choice] = Draft(choice, limit, seq, choice.guided and choice.guided.fork())
-                entries.append((drafts[choice], n))
+                answer.guess_probs = []
+                drafts[answer] = Draft(answer, limit, seq, answer.guide and answer.guide.fork())
+                entries.append((drafts[answer], n))
         try:
             while entries:
                 logits = self._compute(entries, copies)
@@ -113,18 +113,18 @@ class DraftModel(Proposer):
                         copies += self.tables.extend(draft.seq, 1)
                         entries.append((draft, 1))
         finally:
-            for choice, draft in drafts.items():
-                choice.state.truncate(choice.state.n_output - len(draft.tokens))
-        return [drafts[choice].tokens if choice in drafts else [] for choice in choices]
+            for answer, draft in drafts.items():
+                answer.sampler.truncate(answer.sampler.n_output - len(draft.tokens))
+        return [drafts[answer].tokens if answer in drafts else [] for answer in answers]
 
-    def backlog(self, choice: Choice) -> int:
-        computed = self.following[choice][0].num_computed if choice in self.following else 0
-        return max(0, len(choice.seq.tokens) - 1 - computed)
+    def backlog(self, answer: Answer) -> int:
+        computed = self.following[answer][0].num_computed if answer in self.following else 0
+        return max(0, len(answer.seq.tokens) - 1 - computed)
 
     def _leave(self) -> None:
         """Forget the answers that have ended or lost their seat; their full blocks stay in the prefix cache."""
-        for choice in [c for c in self.following if c.finish_reason is not None or c.seq.state != "running"]:
-            seq, known = self.following.pop(choice)
+        for answer in [c for c in self.following if c.finish_reason is not None or c.seq.state != "running"]:
+            seq, known = self.following.pop(answer)
             self._cut(seq, min(known, len(seq.tokens)))
             self.tables.release(seq)
 
@@ -133,14 +133,14 @@ class DraftModel(Proposer):
         seq.num_computed = min(seq.num_computed, n_tokens)
         self.tables.cut(seq)
 
-    def _follow(self, choice: Choice) -> Sequence | None:
+    def _follow(self, answer: Answer) -> Sequence | None:
         """The draft's sequence for an answer, with the tokens that the target has now; None without memory for it."""
-        tokens = choice.seq.tokens
-        seq, known = self.following.get(choice, (None, 0))
+        tokens = answer.seq.tokens
+        seq, known = self.following.get(answer, (None, 0))
         if max(tokens[known:], default=0) >= self.model.config.vocab_size:  # an id the draft has no embedding for
             return None
         if seq is None:
-            seq = Sequence(list(tokens), choice.request.max_tokens, namespace=choice.seq.namespace)
+            seq = Sequence(list(tokens), answer.request.max_tokens, namespace=answer.seq.namespace)
             match = self.tables.find(seq)
             if not self.tables.start(seq, match, match.n_tokens, slots=0, reserve=0):
                 self.tables.cache.unlock(match.handle)
@@ -153,7 +153,7 @@ class DraftModel(Proposer):
             self._cut(seq, min(same, len(tokens) - 1))  # the last token is computed again if need be, for its logits
             seq.tokens += tokens[len(seq.tokens) :]
             self.tables.offer(seq)
-        self.following[choice] = seq, len(tokens)
+        self.following[answer] = seq, len(tokens)
         return seq
 
     def _compute(self, entries: list[tuple[Draft, int]], copies: list[tuple[int, int]]) -> torch.Tensor:
@@ -173,12 +173,12 @@ class DraftModel(Proposer):
     def _draw(self, drafts: list[Draft], logits: torch.Tensor) -> None:
         """One more guess each. A row that allows none ends its draft."""
         for r, draft in enumerate(drafts):
-            if draft.guided is not None and draft.guided.forced:
+            if draft.guide is not None and draft.guide.forced:
                 if self.rejection:
-                    draft.choice.guess_probs.append(None)  # keeps its place, but what is forced is under no rule
-                draft.add(draft.guided.forced[0])
+                    draft.answer.guess_probs.append(None)  # keeps its place, but what is forced is under no rule
+                draft.add(draft.guide.forced[0])
                 continue
-            state, mask = draft.choice.state, draft.guided and draft.guided.mask()
+            state, mask = draft.answer.sampler, draft.guide and draft.guide.mask()
             if self.rejection:
                 token = self._draw_freely(draft, logits[r : r + 1], mask)
             else:
@@ -191,12 +191,12 @@ class DraftModel(Proposer):
 
     def _draw_freely(self, draft: Draft, row: torch.Tensor, mask: torch.Tensor | None) -> int | None:
         """A guess that does not share the target's dart, for the rejection rule; its distribution is kept beside it."""
-        choice, state = draft.choice, draft.choice.state
+        answer, state = draft.answer, draft.answer.sampler
         try:
             (q,) = probabilities(process_logits(row, [state], [mask]), [state])
         except ValueError:  # nothing can be drawn
             return None
-        choice.guess_probs.append(q)
+        answer.guess_probs.append(q)
         return draw(q, state.uniform(GUESS))
 
 

@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from model import Transformer
 from quant_rows import SCHEMES, quantize_rows
 from quantize import Int8Linear, Linear
-from request import Choice
+from request import Answer
 from sampling import argmax
 from speculative import Proposer, StepCost
 
@@ -198,34 +198,34 @@ class HeadProposer(Proposer):
     ROUNDS_TO_ASK = 1
     TRUST = 20.0  # for the Speculator: the strength says it already, whatever the answer
 
-    def __init__(self, head: DraftHead, target: Transformer, rows: dict[Choice, int], capture=computed_anew):
+    def __init__(self, head: DraftHead, target: Transformer, rows: dict[Answer, int], capture=computed_anew):
         self.head, self.target, self.rows, self.capture = head, target, rows, capture
         self.ids = head.kept.tolist()
         # After a step of the target, torch's dispatch runs with cold caches: an operation takes 50 microseconds.
         self.by_numpy = head.dtype is torch.float32 and head.kept.device.type == "cpu"
         self.recorded: dict[int, tuple[Tensor, Tensor, Tensor, Callable]] = {}
-        self.first: dict[Choice, tuple[int, float, int]] = {}  # guess, its chance, its row of `states`
+        self.first: dict[Answer, tuple[int, float, int]] = {}  # guess, its chance, its row of `states`
         self.states: Tensor | None = None  # [R, hidden] after the first round
 
-    def strength(self, choices: list[Choice]) -> list[int]:
-        able = [choice for choice in choices if choice in self.rows]
+    def strength(self, answers: list[Answer]) -> list[int]:
+        able = [answer for answer in answers if answer in self.rows]
         self.first = {}
         if able:
-            rows, tokens = [self.rows[choice] for choice in able], [choice.seq.tokens[-1] for choice in able]
+            rows, tokens = [self.rows[answer] for answer in able], [answer.seq.tokens[-1] for answer in able]
             self.states, guesses = self.round(self.target.states, rows, tokens)
             self.first = {c: (*guess, i) for i, (c, guess) in enumerate(zip(able, guesses, strict=True))}
-        return [strength_of(self.first[choice][1]) if choice in self.first else 0 for choice in choices]
+        return [strength_of(self.first[answer][1]) if answer in self.first else 0 for answer in answers]
 
-    def propose(self, choices: list[Choice], limits: list[int]) -> list[list[int]]:
+    def propose(self, answers: list[Answer], limits: list[int]) -> list[list[int]]:
         """Guesses until the limit, or until the head thinks less of the next one than the limit did.
 
         A limit of n says that n guesses like the first are worth their rows: so is a run with that chance to be right.
         """
-        guesses: list[list[int]] = [[] for _ in choices]
-        going_on = []  # (number of the choice, chance that all its guesses are right, least worth a row, row)
-        for i, (choice, limit) in enumerate(zip(choices, limits, strict=True)):
-            if limit and choice in self.first:
-                token, chance, row = self.first[choice]
+        guesses: list[list[int]] = [[] for _ in answers]
+        going_on = []  # (number of the answer, chance that all its guesses are right, least worth a row, row)
+        for i, (answer, limit) in enumerate(zip(answers, limits, strict=True)):
+            if limit and answer in self.first:
+                token, chance, row = self.first[answer]
                 guesses[i].append(token)
                 going_on.append((i, chance, chance**limit, row))
         states = self.states

@@ -29,7 +29,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from generate import LLM
-from request import Choice
+from request import Answer
 from sampling_params import SamplingParams
 from speculative import Speculator
 
@@ -166,16 +166,16 @@ class Recorder:
 
     def __init__(self, llm: LLM):
         self.llm = llm
-        self.states: dict[Choice, list[torch.Tensor]] = {}
+        self.states: dict[Answer, list[torch.Tensor]] = {}
 
-    def strength(self, choices: list[Choice]) -> list[int]:
+    def strength(self, answers: list[Answer]) -> list[int]:
         rows = self.llm.engine.rows
-        for choice in choices:
-            if choice in rows:
-                self.states.setdefault(choice, []).append(self.llm.model.states[rows[choice]].half().cpu())
-        return [0] * len(choices)
+        for answer in answers:
+            if answer in rows:
+                self.states.setdefault(answer, []).append(self.llm.model.states[rows[answer]].half().cpu())
+        return [0] * len(answers)
 
-    def propose(self, choices: list[Choice], limits: list[int]) -> list[list[int]]:
+    def propose(self, answers: list[Answer], limits: list[int]) -> list[list[int]]:
         raise AssertionError("an answer without evidence is given no guesses")
 
 
@@ -187,15 +187,15 @@ def write_shard(llm: LLM, path: Path, asked: list[str], tokens: int, seed: int) 
     for i, text in enumerate(asked):
         params = SamplingParams(temperature=TEMPERATURES[i % 2], max_tokens=tokens, seed=seed + i)
         ids = llm.tokenizer.encode_chat([{"role": "user", "content": text}])
-        answers.append(llm.add(ids, params).choices[0])
+        answers.append(llm.add(ids, params).answers[0])
     while llm.engine.has_work:
         llm.engine.step()
     llm.engine.speculator = None
-    failed = next((choice.error for choice in answers if choice.error), None)
+    failed = next((answer.error for answer in answers if answer.error), None)
     if failed:
         raise ValueError(f"the model could not answer a request of the training text: {failed}")
-    answers = [choice for choice in answers if choice in recorder.states]  # others ended at their first token
-    states = [torch.stack(recorder.states[choice]) for choice in answers]  # the last token's has been overwritten
+    answers = [answer for answer in answers if answer in recorder.states]  # others ended at their first token
+    states = [torch.stack(recorder.states[answer]) for answer in answers]  # the last token's has been overwritten
     drawn = [token for c, s in zip(answers, states, strict=True) for token in c.token_ids[: len(s)]]
     shard = {
         "tokens": torch.tensor(drawn, dtype=torch.int32),

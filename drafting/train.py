@@ -359,7 +359,7 @@ def decode(llm: LLM, prompts: list[list[int]], batch: int, tokens: int) -> Decod
         while llm.engine.has_work:
             llm.engine.step()
         seconds += clock() - began
-        answers += [request.choices[0].token_ids for request in requests]
+        answers += [request.answers[0].token_ids for request in requests]
     return Decoded(seconds, answers, tuple(b - a for a, b in zip(before, counts_of(speculator), strict=True)))
 
 

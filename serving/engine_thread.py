@@ -293,7 +293,7 @@ class EngineThread:
         if error:
             for delta in deltas:
                 delta.error = error
-                delta.request.choices[delta.index].error = error
+                delta.request.answers[delta.index].error = error
         self._publish(served, deltas)
 
     def _publish(self, served: Served, deltas: list[Delta]) -> None:

@@ -37,7 +37,7 @@ class Trail:
 
     def __init__(self, request: Request):
         self._decoder = request.tokenizer.detokenizer(request.prompt_ids)
-        if request.guided is not None:  # as in the answer itself: its text begins afresh
+        if request.guide is not None:  # as in the answer itself: its text begins afresh
             self._decoder.finish()
         self._decoded = self._shown = 0  # characters
         self._waiting: deque[tuple[Sampled, int]] = deque()

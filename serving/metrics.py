@@ -106,12 +106,12 @@ class Metrics:
     def close(self, request: Request) -> None:
         """A request has ended."""
         self._last.pop(request.id, None)
-        reasons = [choice.finish_reason for choice in request.choices]
+        reasons = [choice.finish_reason for choice in request.answers]
         self.finished[next((r for r in reasons if r in ("error", "abort")), reasons[0])] += 1
         self.prompt_tokens += len(request.prompt_ids)
         self._observe("request_seconds", request.finished_at - request.arrival)
         self._observe("request_prompt_tokens", len(request.prompt_ids))
-        self._observe("request_generated_tokens", sum(len(choice.token_ids) for choice in request.choices))
+        self._observe("request_generated_tokens", sum(len(choice.token_ids) for choice in request.answers))
 
     def _observe(self, name: str, value: float) -> None:
         self.histograms[name][0].observe(value)

@@ -174,7 +174,7 @@ class OllamaApi:
             if not await until_left(http.receive, job.ended.wait()):
                 return Response(status_code=499)
             raise_failure(job)
-            return JSONResponse(self._last(job, word(job.requests[0].choices[0].text)), 200, headers)
+            return JSONResponse(self._last(job, word(job.requests[0].answers[0].text)), 200, headers)
         finally:
             leave()
 
@@ -197,7 +197,7 @@ class OllamaApi:
     def _last(self, job: Job, content: dict) -> dict:
         """The final object: why it ended, and the figures (nanoseconds)."""
         request = job.requests[0]
-        choice = request.choices[0]
+        choice = request.answers[0]
         first = request.first_token or request.finished_at
         return (
             self._head(job)

@@ -62,7 +62,7 @@ class Writer:
     def usage(self) -> dict:
         requests = self.job.requests
         prompt = sum(len(request.prompt_ids) for request in requests)
-        generated = sum(len(choice.token_ids) for request in requests for choice in request.choices)
+        generated = sum(len(choice.token_ids) for request in requests for choice in request.answers)
         cached = sum(request.num_cached_tokens for request in requests)
         return {
             "prompt_tokens": prompt,
@@ -323,7 +323,7 @@ class OpenAIApi:
 def raise_failure(job: Job) -> None:
     """Raise ApiError if an answer of the job ended in anything but its own end."""
     for request in job.requests:
-        for choice in request.choices:
+        for choice in request.answers:
             if choice.finish_reason == "abort":
                 raise ApiError(503, choice.error or "the request was aborted", None, "aborted", retry_after=10)
             if choice.finish_reason == "error":

@@ -122,7 +122,7 @@ class Service:
     def record(self, path: str, job: Job, user: str | None = None) -> None:
         """One line in the log for a request that is over. Prompts and answers only if --log-prompts asks for them."""
         for request in job.requests:
-            choices = request.choices
+            choices = request.answers
             reasons = ",".join(choice.finish_reason or "left" for choice in choices)
             ttft = f"{request.first_token - request.arrival:.3f}s" if request.first_token else "-"
             line = (

@@ -85,7 +85,7 @@ def test_beams_beside_other_requests_and_aborted():
     engine.abort(first)
     while engine.has_work:
         engine.step()
-    assert all(choice.finish_reason == "abort" for choice in first.choices)
+    assert all(choice.finish_reason == "abort" for choice in first.answers)
     output = second.output()
     assert len(output.outputs) == 2 and all(len(a.logprobs) == 10 for a in output.outputs)
     assert_all_free(engine)

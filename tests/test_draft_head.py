@@ -119,7 +119,7 @@ def test_an_answer_without_a_state_goes_without_guesses():
     engine = make_engine(speculate="head")
     requests = [engine.add(p, GREEDY) for p in prompts_of(5, 9)]
     engine.step()
-    first, second = (request.choices[0] for request in requests)
+    first, second = (request.answers[0] for request in requests)
     del engine.rows[first]
     strengths = engine.speculator.proposer.strength([first, second])
     assert strengths[0] == 0 < strengths[1]
@@ -351,7 +351,7 @@ def test_a_trained_head_is_right_more_often_than_a_random_one(decided, tmp_path)
 @pytest.mark.parametrize("where", ("texts", "steps"))
 def test_an_interrupted_training_ends_with_the_same_file(folder, tmp_path, monkeypatch, where):
     monkeypatch.setattr(head_texts, "SHARD", 2)
-    monkeypatch.setattr("train_head.SAVE_EVERY", 10)
+    monkeypatch.setattr("drafting.train.SAVE_EVERY", 10)
     settings = dataclasses.replace(SMALL, steps=25, tokens=20)
 
     def load():
@@ -368,7 +368,7 @@ def test_an_interrupted_training_ends_with_the_same_file(folder, tmp_path, monke
                 raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("train_head.Bar", Interrupting)
+        patch.setattr("drafting.train.Bar", Interrupting)
         train(tmp_path / "halves", settings, load)
     assert not (tmp_path / "halves").exists()
     with pytest.raises(ValueError, match="--resume, or delete it"):

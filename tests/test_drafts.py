@@ -26,12 +26,12 @@ class Guesser:
 
 
 class Answer:
-    """What drafts know of a Choice."""
+    """What drafts know of a Answer."""
 
     def __init__(self, seq, max_tokens, forced=()):
-        self.seq, self.forced, self.guided, self.finish_reason = seq, list(forced), None, None
+        self.seq, self.forced, self.guide, self.finish_reason = seq, list(forced), None, None
         self.num_draft = self.num_guessed = self.num_right = 0
-        self.state = SimpleNamespace(n_output=1)
+        self.sampler = SimpleNamespace(n_output=1)
         self.request = SimpleNamespace(beams=None, max_tokens=max_tokens, params=SimpleNamespace(scored=False))
 
 
@@ -42,8 +42,8 @@ def decoding(speculator, budget=4, max_tokens=20, forced=()):
     scheduler.add(seq)
     scheduler.computed(scheduler.schedule())
     seq.tokens.append(CAT)
-    seq.request = Answer(seq, max_tokens, forced)
-    return Drafts(scheduler, speculator), scheduler, seq.request
+    seq.answer = Answer(seq, max_tokens, forced)
+    return Drafts(scheduler, speculator), scheduler, seq.answer
 
 
 def compute(drafts, scheduler):

@@ -466,7 +466,7 @@ def test_F31_a_text_that_cannot_be_made_ends_its_own_request(monkeypatch):
     engine = make_engine()
     prompts = prompts_of(5, 6)
     broken, other = (engine.add(p, GREEDY) for p in prompts)
-    monkeypatch.setattr(broken.choices[0].stops, "feed", lambda *args: 1 / 0)  # at every call: at the end as well
+    monkeypatch.setattr(broken.answers[0].stops, "feed", lambda *args: 1 / 0)  # at every call: at the end as well
     deltas = []
     while engine.has_work:
         deltas += engine.step()
@@ -502,7 +502,7 @@ def test_F31_an_end_is_told_though_the_step_fails_behind_it(monkeypatch, overlap
     short = engine.add(prompts_of(5)[0], dataclasses.replace(GREEDY, max_tokens=4))
     other = engine.add(prompts_of(6)[0], GREEDY)
     finish = engine.scheduler.finish
-    monkeypatch.setattr(engine.scheduler, "finish", lambda seq: finish(seq) or seq.request.request is other or 1 / 0)
+    monkeypatch.setattr(engine.scheduler, "finish", lambda seq: finish(seq) or seq.answer.request is other or 1 / 0)
     deltas = []
     while engine.has_work:
         deltas += engine.step()
@@ -548,7 +548,7 @@ def test_F31_one_request_whose_row_fails_leaves_the_others(monkeypatch):
     def sample_badly(logits, states, *rest):
         results = sample(logits, states, *rest)
         return [
-            ValueError("row 1") if s is requests[1].choices[0].state else r
+            ValueError("row 1") if s is requests[1].answers[0].sampler else r
             for r, s in zip(results, states, strict=True)
         ]
 
@@ -722,7 +722,7 @@ def test_F26_no_limit_of_its_own_reaches_as_far_as_the_memory(length, width):
     request = engine.add(list(range(5, 5 + length)), params)
     while engine.has_work:
         engine.step()
-    assert {(len(c.token_ids), c.finish_reason) for c in request.choices} == {(17 - length, "length")}
+    assert {(len(c.token_ids), c.finish_reason) for c in request.answers} == {(17 - length, "length")}
     assert_all_free(engine)
     for prompt, limit in ([5] * length, 18 - length), ([5] * 17, None):
         with pytest.raises(ValueError, match="the whole pool holds 16"):

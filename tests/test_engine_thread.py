@@ -40,7 +40,7 @@ def test_a_reader_who_comes_late_gets_everything_in_one_piece(llm):
         await job.ended.wait()
         deltas = await job.read()
         assert await job.read() == [] == await job.read()
-        return deltas, [request.choices[0].text for request in job.requests]
+        return deltas, [request.answers[0].text for request in job.requests]
 
     deltas, texts = run(llm, use)
     assert [d.text for d in deltas] == texts and [len(d.token_ids) for d in deltas] == [20, 20]
@@ -54,7 +54,7 @@ def test_a_reader_who_keeps_up_gets_the_same(llm):
         while deltas := await job.read():
             for delta in deltas:
                 texts[delta.request.id] += delta.text
-        assert list(texts.values()) == [request.choices[0].text for request in job.requests]
+        assert list(texts.values()) == [request.answers[0].text for request in job.requests]
         assert all(request.finished for request in job.requests) and served.open == 0
 
     for _ in range(5):

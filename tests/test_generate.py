@@ -113,7 +113,7 @@ def test_F32_options_that_cannot_be_ordered_or_looked_up_harm_nobody(folder, opt
     assert len(llm.engine.requests) == len(llm.scheduler.sequences) == 2
     while llm.engine.has_work:
         llm.engine.step()
-    assert [other.choices[0].finish_reason for other in others] == ["length", "length"]
+    assert [other.answers[0].finish_reason for other in others] == ["length", "length"]
 
 
 @pytest.mark.parametrize("threads", [0, -1, 1025, 10**9])

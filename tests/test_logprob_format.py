@@ -13,7 +13,7 @@ TOKENIZER = tiny("bytes")
 
 
 def trail(prompt: str = "") -> Trail:
-    return Trail(SimpleNamespace(tokenizer=TOKENIZER, prompt_ids=TOKENIZER.encode(prompt, False), guided=None))
+    return Trail(SimpleNamespace(tokenizer=TOKENIZER, prompt_ids=TOKENIZER.encode(prompt, False), guide=None))
 
 
 def delta(text: str, ids, reason=None, stop=None) -> Delta:
@@ -61,7 +61,7 @@ def test_F01_a_structured_answer_does_not_finish_the_prompts_character():
     smile = TOKENIZER.encode("😀", False)
     (x,) = TOKENIZER.encode("x", False)
     for guided, place in ((object(), 0), (None, 1)):
-        path = Trail(SimpleNamespace(tokenizer=TOKENIZER, prompt_ids=smile[:1], guided=guided))
+        path = Trail(SimpleNamespace(tokenizer=TOKENIZER, prompt_ids=smile[:1], guide=guided))
         assert names(path.feed(delta("x" if guided else "\ufffdx", [x], "length"))) == [("x", place)]
 
 

@@ -9,7 +9,7 @@ from serving.metrics import Histogram, Metrics, exposition
 
 def request(number: int = 1, arrival: float = 0.0, reasons=("length",)):
     choices = [SimpleNamespace(finish_reason=r, token_ids=[1, 2]) for r in reasons]
-    return SimpleNamespace(id=number, arrival=arrival, finished_at=4.0, prompt_ids=[1, 2, 3], choices=choices)
+    return SimpleNamespace(id=number, arrival=arrival, finished_at=4.0, prompt_ids=[1, 2, 3], answers=choices)
 
 
 def delta(tokens: int, index: int = 0) -> Delta:

@@ -114,7 +114,7 @@ def test_rope_divisors_of_a_gguf_survive(tmp_path):
 
 def test_a_config_that_cannot_be_said_is_refused(tmp_path, monkeypatch):
     source = tiny.gguf_file(tiny.hf_folder(tmp_path / "hf", "llama"), tmp_path / "m.gguf")
-    monkeypatch.setattr("quantized_folder.hf_config", lambda config: hf_config(config) | {"rope_theta": 1.5})
+    monkeypatch.setattr("formats.quantized_folder.hf_config", lambda config: hf_config(config) | {"rope_theta": 1.5})
     with pytest.raises(ValueError, match="rope_theta"):
         save_quantized(source, "int4", tmp_path / "q")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "m.gguf"]

@@ -79,7 +79,7 @@ def test_F42_the_rejection_rule_leaves_the_distribution_as_it_is(fields, drawn):
             q[int(draft.argmax())] = 1.0
         guess = draw(q, state.uniform(GUESS))
         choice = SimpleNamespace(
-            state=state, request=SimpleNamespace(params=state.params), guess_probs=[q], num_guessed=1, num_draft=1
+            sampler=state, request=SimpleNamespace(params=state.params), guess_probs=[q], num_guessed=1, num_draft=1
         )
         counts[verdict(choice, target, guess, None).token] += 1
     (p,) = probabilities(process_logits(target[None], [state]), [state])
@@ -147,11 +147,11 @@ def test_F41_a_copy_is_always_right_and_memory_exact(most, temperature):
     while engine.has_work:
         engine.step()
         for seq in engine.scheduler.running:
-            if seq.request.state.n_output:
+            if seq.answer.sampler.n_output:
                 assert seq.num_computed == len(seq.tokens) - 1
                 assert len(seq.block_table) == blocks_needed(seq.num_computed, 4)
-                behind = engine.speculator.proposer.backlog(seq.request)
-                assert behind == (1 if seq.request in engine.speculator.proposer.following else seq.num_computed)
+                behind = engine.speculator.proposer.backlog(seq.answer)
+                assert behind == (1 if seq.answer in engine.speculator.proposer.following else seq.num_computed)
         for seq, known in engine.speculator.proposer.following.values():
             assert len(seq.block_table) == blocks_needed(seq.num_computed, 4) and known <= len(seq.tokens)
     assert engine.speculator.accepted == engine.speculator.drafted > 0
