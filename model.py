@@ -193,12 +193,12 @@ class Transformer(nn.Module):
         self.run_layer = DecoderLayer.forward  # compiled.py may replace it
         self.states: Tensor | None = None  # [R, hidden] of the last step: what its logits were made of
 
-    def hidden(self, batch: Batch, kv) -> Tensor:
+    def hidden(self, batch: Batch, kv, run_layer: Callable = DecoderLayer.forward) -> Tensor:
         """Run all layers, writing keys and values into `kv`; the last hidden states of the wanted rows [R, hidden]."""
         x = self.embed.lookup(batch.tokens).to(self.dtype)  # [T, hidden]
         for i, layer in enumerate(self.layers):
             k_cache, v_cache = kv.layer(i)
-            x = self.run_layer(
+            x = run_layer(
                 layer,
                 x,
                 batch.positions,
@@ -213,10 +213,14 @@ class Transformer(nn.Module):
         rows = x if batch.one_each else x[batch.logit_rows]  # [R, hidden]
         return ops.rms_norm(rows, self.norm, self.config.rms_norm_eps)
 
-    def forward(self, batch: Batch, kv) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 logits [R, vocab] of hidden states [R, hidden]."""
+        return self.head.logits(hidden).float()
+
+    def forward(self, batch: Batch, kv, run_layer: Callable | None = None) -> Tensor:
         """float32 logits [R, vocab] of the wanted rows."""
-        self.states = self.hidden(batch, kv)
-        return self.head.logits(self.states).float()
+        self.states = self.hidden(batch, kv, run_layer or self.run_layer)
+        return self.logits(self.states)
 
     @property
     def head(self) -> Embedding:
