@@ -57,21 +57,20 @@ class Drafts:
             drafts |= zip(guesses, self._guess(guesses), strict=True)
         for answer, draft in drafts.items():
             draft = draft[: room(answer)]
-            answer.num_draft, answer.num_right = len(draft), 0
+            answer.seq.num_draft, answer.num_right = len(draft), 0
             answer.num_guessed = 0 if answer.forced else len(draft)
             answer.seq.tokens += draft
-        return [answer for answer in drafts if answer.num_draft]
+        return [answer for answer in drafts if answer.seq.num_draft]
 
     def drop_unscheduled(self, step: Step, drafted: list[Answer]) -> None:
         """What this step does not compute of a draft is forgotten: for want of budget or blocks, or preempted."""
         scheduled = {seq.id: n for seq, n in step.entries} if drafted else {}
         for answer in drafted:
             seq = answer.seq
-            known = len(seq.tokens) - answer.num_draft
+            known = len(seq.tokens) - seq.num_draft
             kept = max(known, min(len(seq.tokens), seq.num_computed + scheduled.get(seq.id, 0)))
             self.scheduler.truncate(seq, kept)
-            answer.num_draft = kept - known
-            answer.num_guessed = min(answer.num_guessed, answer.num_draft)
+            answer.num_guessed = min(answer.num_guessed, seq.num_draft)
 
     def settle(self, answer: Answer, token: int) -> bool:
         """A answer has accepted `token`. Returns whether its draft had it too, so that the next row holds good as well.
@@ -80,17 +79,16 @@ class Drafts:
         """
         if answer.forced:
             self.jumping.add(answer)
-        if not answer.num_draft:
-            return False
         seq = answer.seq
-        place = len(seq.tokens) - answer.num_draft
+        if not seq.num_draft:
+            return False
+        place = len(seq.tokens) - seq.num_draft
         if seq.tokens[place] == token:
             answer.num_right += 1
             if answer.finish_reason is None:
-                answer.num_draft -= 1
+                seq.num_draft -= 1
                 return True
         self.scheduler.truncate(seq, place)
-        answer.num_draft = 0
         return False
 
     def observe(self, drafted: list[Answer]) -> None:
@@ -126,7 +124,7 @@ def possible(answer: Answer, guess: list[int]) -> list[int]:
 
 def rows_to_read(answer: Answer) -> int:
     """Tokens of the draft whose rows are read; forced ones are known without, unless they are to be scored."""
-    return 0 if answer.forced and not answer.request.params.scored else answer.num_draft
+    return 0 if answer.forced and not answer.request.params.scored else answer.seq.num_draft
 
 
 def note(line: str) -> None:

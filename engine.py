@@ -211,7 +211,7 @@ class Engine:
             return []
         deltas: list[Delta] = []
         try:
-            self.move_blocks(step)
+            self.kv.apply(step)
             rows = self.wanted_rows(step) if rows is None else rows
             logits = self.run_model(self.lay_out(step, rows) if batch is None else batch)
             self.scheduler.computed(step)
@@ -233,14 +233,6 @@ class Engine:
     def lay_out(self, step: Step, rows: list[range]) -> Batch:
         """The batch of a step; `rows` as `wanted_rows` has them."""
         return build_batch(step, rows, self.scheduler.block_size, self.model.norm.device)
-
-    def move_blocks(self, step: Step) -> None:
-        for seq, blocks in step.swap_out:
-            seq.host = self.kv.swap_out(blocks)
-        self.kv.copy_blocks(step.copies)
-        for seq, blocks in step.swap_in:
-            self.kv.swap_in(seq.host, blocks)
-            seq.host = None
 
     def wanted_rows(self, step: Step) -> list[range]:
         """For each entry, the positions whose logits are needed: the last known token, a draft, a prompt to score."""
@@ -286,7 +278,7 @@ class Engine:
         results: list[Sampled | ValueError | None] = [None] * len(ready)
         drawn, rows = [], []
         for i, (answer, last) in enumerate(ready):
-            row, params = last - answer.num_draft, answer.request.params
+            row, params = last - answer.seq.num_draft, answer.request.params
             self.rows[answer] = row
             if not answer.forced:
                 drawn.append(i)
@@ -300,8 +292,8 @@ class Engine:
             masks = [answer.guide and answer.guide.mask() for answer in answers]
             sampled = sample(logits, [answer.sampler for answer in answers], masks, rows)
             for i, answer, row, mask, result in zip(drawn, answers, rows, masks, sampled, strict=True):
-                if answer.num_draft and answer.guess_probs and isinstance(result, Sampled):
-                    result = verdict(answer, logits[row].float(), answer.seq.tokens[-answer.num_draft], mask)
+                if answer.seq.num_draft and answer.guess_probs and isinstance(result, Sampled):
+                    result = verdict(answer, logits[row].float(), answer.seq.tokens[-answer.seq.num_draft], mask)
                 results[i] = result
         return results
 

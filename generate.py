@@ -164,8 +164,7 @@ class LLM:
         cache = None if prefix_cache == "none" else PREFIX_CACHES[prefix_cache](pool)
         limits = (max_num_seqs, max_num_batched_tokens, self.max_model_len)
         rules = (policy, preemption, chunked, batching, reserve)
-        lookahead = num_speculative_tokens if speculate is not None else 0
-        self.scheduler = Scheduler(pool, cache, *limits, *rules, lookahead)
+        self.scheduler = Scheduler(pool, cache, *limits, *rules)
         if not quiet:
             say(describe_capacity(pool, self.max_model_len, self.kv.nbytes // self.kv.num_blocks))
         self.engine = self._engine(seed, trace, jump_forward, overlap)

@@ -175,6 +175,15 @@ class KVCache:
         """K and V of layer i, each a view [num_blocks, kv_heads, block_size, head_dim]."""
         return self._layers[i]
 
+    def apply(self, step) -> None:
+        """The block moves of a scheduler.Step: first what leaves, then the copies, then what returns."""
+        for seq, blocks in step.swap_out:
+            seq.host = self.swap_out(blocks)
+        self.copy_blocks(step.copies)
+        for seq, blocks in step.swap_in:
+            self.swap_in(seq.host, blocks)
+            seq.host = None
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (src, dst) in all layers, for copy-on-write. All sources are read before any write."""
         if pairs:

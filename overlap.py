@@ -140,7 +140,7 @@ class Overlap:
         @torch.inference_mode()
         def compute() -> torch.Tensor:
             kernels.use_device(self.engine.device)
-            self.engine.move_blocks(step)
+            self.engine.kv.apply(step)
             return self.engine.run_model(batch)
 
         future = self.worker.submit(compute)

@@ -132,7 +132,6 @@ class Answer:
     def __init__(self, request: Request, index: int, seq, sampler: SamplerState, guided: GuidedAnswer | None = None):
         self.request, self.index, self.seq, self.sampler = request, index, seq, sampler
         self.guide = guided or (request.guide and request.guide.fork())
-        self.num_draft = 0  # tokens at the end of seq.tokens that are not accepted yet (drafts.py)
         self.guess_probs: list = []  # the distribution [V] that each guess was drawn from, for the rejection rule
         self.num_guessed = self.num_right = 0  # of this step's draft: guesses (not forced), and those that were right
         params = request.params

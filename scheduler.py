@@ -65,7 +65,6 @@ PREEMPTIONS, BATCHINGS, RESERVES = ("recompute", "swap"), ("continuous", "static
 class Scheduler:
     """Owns the sequences, their block tables and the plan of each step. Plain integers; never touches a tensor.
 
-    lookahead: guessed tokens a decoding sequence may carry and still count as a decode.
     reserve="contiguous" gives each sequence adjacent blocks for its greatest length at admission, and shares nothing.
     batching="static" admits nobody until the whole batch has finished. watermark: share of the pool kept free at
     admission. max_swap_blocks: host blocks for preemption="swap" (None: no limit); past it, recompute.
@@ -83,7 +82,6 @@ class Scheduler:
         chunked: bool = True,
         batching: str = "continuous",
         reserve: str = "paged",
-        lookahead: int = 0,
         watermark: float = 0.01,
         max_swap_blocks: int | None = None,
     ):
@@ -99,7 +97,6 @@ class Scheduler:
             ("max_num_seqs", max_num_seqs, 1),
             ("max_num_batched_tokens", max_num_batched_tokens, 1),
             ("max_model_len", max_model_len, 2),
-            ("lookahead", lookahead, 0),
         ):
             if value < least:
                 raise ValueError(f"{name}={value}: must be at least {least}")
@@ -116,7 +113,7 @@ class Scheduler:
         self.pool, self.cache, self.block_size = pool, cache, pool.block_size
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_model_len, self.policy = max_model_len, POLICIES[policy]
-        self.preemption, self.chunked, self.lookahead = preemption, chunked, lookahead
+        self.preemption, self.chunked = preemption, chunked
         self.static = batching == "static"
         self.reserve_blocks, self.max_swap_blocks = int(watermark * pool.total), max_swap_blocks
         self.sequences: dict[Hashable, Sequence] = {}  # every sequence not finished
@@ -204,6 +201,7 @@ class Scheduler:
             list(seq.tokens), seq.max_tokens, id, seq.priority, seq.arrival, seq.namespace, seq.read_cache, seq.answer
         )
         child.num_prompt, child.group, child.num_cached = seq.num_prompt, seq.group, seq.num_cached
+        child.num_draft = seq.num_draft
         child.started = child.resumed = seq.started
         child.rank = (*seq.rank[:3], child.number)
         self.sequences[child.id] = child
@@ -218,6 +216,7 @@ class Scheduler:
         """Keep the first n_tokens tokens: take back guesses. Blocks that hold nothing any more are released."""
         if not 1 <= n_tokens <= len(seq.tokens):
             raise ValueError(f"cannot keep {n_tokens} of {len(seq.tokens)} tokens of sequence {seq.id!r}")
+        seq.num_draft = max(0, seq.num_draft - (len(seq.tokens) - n_tokens))
         del seq.tokens[n_tokens:]
         if seq.num_computed > n_tokens:
             seq.num_computed = n_tokens
@@ -250,12 +249,12 @@ class Scheduler:
 
     def _continue_running(self, step: Step) -> int:
         """Tokens for running sequences: decodes, then prompts under way, each by rank. Returns the budget left."""
-        size, refs, most = self.block_size, self.pool.refs, 1 + self.lookahead
+        size, refs = self.block_size, self.pool.refs
         budget, prompts = self.max_num_batched_tokens, []
         for seq in list(self.running):
             table, start = seq.block_table, seq.num_computed
             n = len(seq.tokens) - start
-            if n > most:
+            if n - seq.num_draft > 1:  # a draft rides along with the decode it belongs to
                 prompts.append(seq)
             elif n and budget and seq.state == "running":
                 if n > budget or start + n > len(table) * size or refs[table[start // size]] > 1:

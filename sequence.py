@@ -52,6 +52,7 @@ class Sequence:
 
     num_prompt: int = field(init=False)
     num_computed: int = field(init=False, default=0)  # tokens whose K and V are in the pool (or on the host)
+    num_draft: int = field(init=False, default=0)  # undecided tokens at the end: guesses, or forced ones to come
     block_table: list[int] = field(init=False, default_factory=list)
     state: str = field(init=False, default="new")  # new, waiting, running, swapped, finished
     host: Any = field(init=False, default=None)  # swapped: the engine's copy of the blocks
@@ -77,6 +78,11 @@ class Sequence:
     def num_new(self) -> int:
         """Tokens still to compute."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def output(self) -> list[int]:
+        """The output tokens that are decided."""
+        return self.tokens[self.num_prompt : len(self.tokens) - self.num_draft]
 
 
 @dataclass

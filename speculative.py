@@ -82,7 +82,7 @@ def verdict(answer: Answer, row: torch.Tensor, guess: int, mask: torch.Tensor | 
     """The next token of an answer under the rejection rule, from its raw logits [V] and the guess that is at stake."""
     state, params = answer.sampler, answer.request.params
     (p,) = probabilities(process_logits(row[None], [state], [mask]), [state])
-    q = answer.guess_probs[answer.num_guessed - answer.num_draft]
+    q = answer.guess_probs[answer.num_guessed - answer.seq.num_draft]
     token = rejection_sample(p, q, guess, state.uniform(VERDICT), state.uniform(RESIDUAL))
     return score(row, token, params.logprobs) if params.scored else Sampled(token)
 

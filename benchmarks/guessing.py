@@ -92,7 +92,7 @@ def speculation(lab: Lab) -> Found:
             known = speculators[name]
             speculator = Speculator(known.proposer, known.most, known.step, known.draft, known.trust)
         llm.engine.speculator = speculator
-        scheduler = lab.scheduler(llm=llm, lookahead=speculator.most if speculator else 0)
+        scheduler = lab.scheduler(llm=llm)
         place = next(runs)  # a draft's prefix cache must not know the prompts from the round before
         requests = [
             llm.add(prompt, SamplingParams(ignore_eos=True, seed=i, **params), namespace=place)

@@ -41,7 +41,6 @@ class FakeEngine:
         self.cache = PREFIX_CACHES[cache](self.pool) if cache else None
         self.scheduler = Scheduler(self.pool, self.cache, **options)
         self.slots = {}  # slot -> fingerprint
-        self.decided = {}  # sequence -> tokens that are not guesses
         self.salt = {}  # sequence -> what makes its samples differ from its relatives'
         self.expected = {}  # sequence -> the tokens it must end with
         self.done = []
@@ -57,13 +56,13 @@ class FakeEngine:
         return seq
 
     def fork(self, seq, salt):
-        assert len(seq.tokens) == self.decided[seq]
+        assert not seq.num_draft
         child = self.scheduler.fork(seq)
         self._expect(child, salt)
         return child
 
     def _expect(self, seq, salt):
-        self.decided[seq], self.salt[seq] = len(seq.tokens), salt
+        self.salt[seq] = salt
         self.expected[seq] = alone(seq.tokens, seq.namespace, salt, self.limit(seq))
 
     def limit(self, seq):
@@ -76,9 +75,10 @@ class FakeEngine:
     def guess(self, seq, good, k):
         """Append k guessed tokens, the first `good` of them right; never beyond the last but one token."""
         alone = seq.group not in self.marching
-        if alone and seq.state == "running" and seq.num_new == 1 and len(seq.tokens) == self.decided[seq]:
+        if alone and seq.state == "running" and seq.num_new == 1 and not seq.num_draft:
             right = self.expected[seq][len(seq.tokens) : self.limit(seq) - 1][:k]
             seq.tokens += [token if i < good else (token + 1) % VOCAB for i, token in enumerate(right)]
+            seq.num_draft = len(right)
 
     def march(self, tokens, max_tokens, width):
         """A prompt with `width` answers that advance only together; None if they could never all be in the pool."""
@@ -163,7 +163,7 @@ class FakeEngine:
 
     def _sample(self, seq):
         """Decide a token wherever the last known one was computed, after accepting the guesses that were right."""
-        position = self.decided[seq] - 1
+        position = len(seq.tokens) - seq.num_draft - 1
         if seq.num_computed <= position:
             return
         mark = self.slots[self._slot(seq, position)]
@@ -172,6 +172,7 @@ class FakeEngine:
             return
         while position + 1 < seq.num_computed and seq.tokens[position + 1] == next_token(mark, self.salt[seq]):
             position += 1
+            seq.num_draft -= 1
             mark = self.slots[self._slot(seq, position)]
         self.scheduler.truncate(seq, position + 1)
         self._decide(seq, mark)
@@ -192,7 +193,7 @@ class FakeEngine:
 
     def _decide(self, seq, mark):
         seq.tokens.append(next_token(mark, self.salt[seq]))
-        self.decided[seq] = len(seq.tokens)
+        assert not seq.num_draft and seq.output == seq.tokens[seq.num_prompt :]
         if len(seq.tokens) == self.limit(seq):
             assert seq.tokens == self.expected.pop(seq), "another answer than alone"
             self.scheduler.finish(seq)

@@ -30,14 +30,14 @@ class Answer:
 
     def __init__(self, seq, max_tokens, forced=()):
         self.seq, self.forced, self.guide, self.finish_reason = seq, list(forced), None, None
-        self.num_draft = self.num_guessed = self.num_right = 0
+        self.num_guessed = self.num_right = 0
         self.sampler = SimpleNamespace(n_output=1)
         self.request = SimpleNamespace(beams=None, max_tokens=max_tokens, params=SimpleNamespace(scored=False))
 
 
 def decoding(speculator, budget=4, max_tokens=20, forced=()):
     """An answer that has computed "the" and decided "cat", in a pool with pages of two tokens."""
-    scheduler = Scheduler(BlockPool(12, 2), max_num_batched_tokens=budget, lookahead=4)
+    scheduler = Scheduler(BlockPool(12, 2), max_num_batched_tokens=budget)
     seq = Sequence([THE], 20)
     scheduler.add(seq)
     scheduler.computed(scheduler.schedule())
@@ -59,9 +59,9 @@ def test_the_picture():
     drafts, scheduler, answer = decoding(guesser)
     assert compute(drafts, scheduler) == [answer]
     assert answer.seq.tokens == [THE, CAT, SAT, ON, HIS], "the budget of four has no row for the hat"
-    assert answer.num_draft == answer.num_guessed == rows_to_read(answer) == 3
+    assert answer.seq.num_draft == answer.num_guessed == rows_to_read(answer) == 3
     assert [drafts.settle(answer, token) for token in (SAT, ON, THE)] == [True, True, False]
-    assert answer.seq.tokens == [THE, CAT, SAT, ON] and answer.seq.num_computed == 4 and answer.num_draft == 0
+    assert answer.seq.tokens == [THE, CAT, SAT, ON] and answer.seq.num_computed == 4 and answer.seq.num_draft == 0
     assert len(answer.seq.block_table) == 2, "the page of what was wrong is free again"
     drafts.observe([answer])
     assert guesser.seen == [(3, 2)]
@@ -79,7 +79,7 @@ def test_who_is_not_in_the_step_carries_nothing():
     drafts, scheduler, answer = decoding(Guesser(SAT, ON))
     drafted = drafts.append()
     drafts.drop_unscheduled(SimpleNamespace(entries=[]), drafted)
-    assert answer.seq.tokens == [THE, CAT] and answer.num_draft == answer.num_guessed == 0
+    assert answer.seq.tokens == [THE, CAT] and answer.seq.num_draft == answer.num_guessed == 0
 
 
 def test_an_end_drops_the_guesses_behind_it_right_or_not():
@@ -87,7 +87,7 @@ def test_an_end_drops_the_guesses_behind_it_right_or_not():
     compute(drafts, scheduler)
     answer.finish_reason = "stop"
     assert not drafts.settle(answer, SAT)
-    assert answer.seq.tokens == [THE, CAT] and answer.num_right == 1 and answer.num_draft == 0
+    assert answer.seq.tokens == [THE, CAT] and answer.num_right == 1 and answer.seq.num_draft == 0
 
 
 def test_forced_tokens_are_carried_once_known_and_read_only_to_be_scored():
@@ -95,7 +95,7 @@ def test_forced_tokens_are_carried_once_known_and_read_only_to_be_scored():
     assert drafts.append() == [], "it is not known yet that this one has any"
     drafts.settle(answer, CAT)
     assert compute(drafts, scheduler) == [answer]
-    assert answer.seq.tokens == [THE, CAT, SAT, ON] and answer.num_draft == 2 and answer.num_guessed == 0
+    assert answer.seq.tokens == [THE, CAT, SAT, ON] and answer.seq.num_draft == 2 and answer.num_guessed == 0
     assert rows_to_read(answer) == 0
     answer.request.params.scored = True
     assert rows_to_read(answer) == 2
@@ -115,4 +115,5 @@ def test_who_fails_to_guess_is_not_asked_again(broken, capsys):
     setattr(guesser, broken, lambda *args: 1 / 0)
     drafts.observe(compute(drafts, scheduler))
     assert drafts.speculator is None and "speculation is switched off: ZeroDivisionError" in capsys.readouterr().err
-    assert answer.seq.tokens == [THE, CAT, SAT][: 2 + answer.num_draft] and answer.num_draft == (broken == "observe")
+    carried = int(broken == "observe")
+    assert answer.seq.num_draft == carried and answer.seq.tokens == [THE, CAT, SAT][: 2 + carried]

@@ -252,7 +252,6 @@ def switches(draw):
     }
     if chosen["speculate"]:
         chosen["most"] = draw(st.integers(1, 5))
-        chosen["lookahead"] = draw(st.sampled_from([0, chosen["most"]]))
         chosen["step_cost"] = draw(st.sampled_from([None, lambda rows: 10.0 + rows, lambda rows: 1.0 + rows]))
     if chosen["max_num_batched_tokens"] >= CONTEXT:
         chosen["chunked"] = draw(st.booleans())
@@ -433,7 +432,7 @@ def test_F31_who_was_planned_behind_a_step_that_raises_is_told(monkeypatch):
 
     def spy(flight):
         blanks, step, *rest = plan_next(flight)
-        others = {seq.id for seq, _ in step.entries} - {c.seq.id for c in flight.choices} if step else set()
+        others = {seq.id for seq, _ in step.entries} - {c.seq.id for c in flight.answers} if step else set()
         planned.extend(others)
         if others:
             flight.logits = Future()

@@ -19,7 +19,6 @@ CHOICES = {
     "chunked": [True, True, False],
     "batching": ["continuous", "continuous", "continuous", "static"],
     "reserve": ["paged", "paged", "paged", "contiguous"],
-    "lookahead": [0, 1, 3],
     "watermark": [0, 0.01, 0.2],
     "max_swap_blocks": [None, 0, 3],
 }
@@ -60,7 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def pick(self, data):
         """Some live sequence without guesses; None if there is none."""
-        live = [seq for seq in self.engine.expected if len(seq.tokens) == self.engine.decided[seq]]
+        live = [seq for seq in self.engine.expected if not seq.num_draft]
         return data.draw(st.sampled_from(live)) if live else None
 
     @rule(request=REQUESTS)
@@ -147,7 +146,7 @@ def test_long_random_run(seed):
     scheduler = engine.scheduler
     stems = [[rng.randrange(2) for _ in range(rng.randint(1, 16))] for _ in range(3)]
     for _ in range(120):
-        live = [seq for seq in engine.expected if len(seq.tokens) == engine.decided[seq]]
+        live = [seq for seq in engine.expected if not seq.num_draft]
         free = [seq for seq in live if seq.group not in engine.marching]  # of forks: those that go their own way
         running = [seq for seq in free if seq.state == "running" and seq.num_new == 1]
         draw = rng.random()

@@ -84,7 +84,6 @@ def test_nonsense_is_refused_before_anything_happens():
         ({"max_num_seqs": 0}, "max_num_seqs=0: must be at least 1"),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens=0"),
         ({"max_model_len": 1}, "max_model_len=1: must be at least 2"),
-        ({"lookahead": -1}, "lookahead=-1: must be at least 0"),
         ({"watermark": 1}, "watermark=1: must be a share"),
         ({"chunked": False, "max_num_batched_tokens": 8, "max_model_len": 9}, "must reach max_model_len=9"),
         ({"reserve": "contiguous", "cache": "radix"}, "turn the prefix cache off"),
@@ -297,12 +296,13 @@ def test_unchunked_a_prompt_is_computed_in_one_step_or_waits():
 
 
 def test_guesses_ride_along_and_the_budget_cuts_them():
-    scheduler = scheduler_of(max_num_batched_tokens=6, lookahead=3)
+    scheduler = scheduler_of(max_num_batched_tokens=6)
     a, b = Sequence([1] * 2, 20, id="a"), Sequence([1] * 2, 20, id="b")
     scheduler.add(a), scheduler.add(b)
     run_step(scheduler)
-    a.tokens += [7, 7, 7]
-    b.tokens += [7, 7, 7]
+    for seq in (a, b):
+        seq.tokens += [7, 7, 7]
+        seq.num_draft = 3
     step = scheduler.schedule()
     assert ids(step.entries) == [("a", 4), ("b", 2)] and len(a.block_table) == 2
     scheduler.computed(step)

@@ -121,7 +121,7 @@ def test_a_fork_without_a_seat_waits_at_the_head_and_catches_up():
 
 
 def test_guesses_taken_back_into_a_cached_block_never_change_it():
-    engine = FakeEngine(17, 4, "radix", max_num_batched_tokens=64, lookahead=8)
+    engine = FakeEngine(17, 4, "radix", max_num_batched_tokens=64)
     seq = engine.add([1] * 6, 12)
     for _ in range(4):
         engine.step()

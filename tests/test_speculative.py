@@ -79,7 +79,11 @@ def test_F42_the_rejection_rule_leaves_the_distribution_as_it_is(fields, drawn):
             q[int(draft.argmax())] = 1.0
         guess = draw(q, state.uniform(GUESS))
         choice = SimpleNamespace(
-            sampler=state, request=SimpleNamespace(params=state.params), guess_probs=[q], num_guessed=1, num_draft=1
+            sampler=state,
+            request=SimpleNamespace(params=state.params),
+            guess_probs=[q],
+            num_guessed=1,
+            seq=SimpleNamespace(num_draft=1),
         )
         counts[verdict(choice, target, guess, None).token] += 1
     (p,) = probabilities(process_logits(target[None], [state]), [state])
