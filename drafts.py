@@ -31,10 +31,10 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from drafting.budget import Speculator
     from request import Answer
     from scheduler import Scheduler
     from sequence import Step
-    from speculative import Speculator
 
 
 class Drafts:

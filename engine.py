@@ -34,6 +34,7 @@ import torch
 
 import kernels
 from beam import BeamSearch, Candidate
+from drafting.budget import Speculator
 from drafts import Drafts, note, rows_to_read
 from guided import Guides
 from kv_paged import KVCache, blocks_needed
@@ -44,7 +45,7 @@ from request import Answer, Delta, Request
 from sampling import Sampled, SamplerState, prompt_logprobs, sample
 from sampling_params import SamplingParams
 from scheduler import Scheduler, Sequence, Step
-from speculative import Speculator, verdict
+from speculative import verdict
 from tokenizer import Tokenizer
 
 

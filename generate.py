@@ -33,6 +33,7 @@ import torch
 import kernels
 from checkpoint import Checkpoint, open_checkpoint
 from compiled import GPU_BUCKETS, DecodeGraphs, LayerCompiler, cuda_capture, tape_capture
+from drafting.budget import Speculator, StepCost
 from drafting.draft_model import DraftModel, make_proposer
 from drafting.head import HeadProposer
 from engine import Engine
@@ -45,7 +46,7 @@ from request import Delta, Request, RequestOutput
 from sampling import SamplerState, sample
 from sampling_params import SamplingParams
 from scheduler import BATCHINGS, PREEMPTIONS, RESERVES, Scheduler
-from speculative import Proposer, Speculator, StepCost
+from speculative import Proposer
 from tokenizer import Tokenizer
 
 TYPICAL_CONTEXT = 256  # tokens, where the cost of a step is measured

@@ -30,10 +30,10 @@ from collections.abc import Callable
 
 from benchmarks.lab import Claim, Found, Lab, Run, middle, ratio, run_all, run_decode, tokens_of
 from benchmarks.quality import TEXT
+from drafting.budget import Speculator
 from generate import LLM
 from request import Request
 from sampling_params import SamplingParams
-from speculative import Speculator
 from structured import TokenGuide, TokenTrie, compile_json_schema
 
 PROPOSERS = ("ngram", "head", "self:{third}")  # values of `speculate`; {third} is a third of the model's layers

@@ -39,12 +39,13 @@ from benchmarks.lab import answer_of, counting_scheduler
 from benchmarks.peers import figures_of, random_prompt
 from benchmarks.roofline import matrix_rate, read_bandwidth
 from checkpoint import open_checkpoint
+from drafting.budget import Speculator
 from formats.config import ModelConfig
 from generate import LLM
 from kv_paged import BlockPool, block_bytes
 from radix import RadixCache
 from scheduler import Sequence
-from speculative import NgramProposer, Speculator
+from speculative import NgramProposer
 
 HERE = Path(__file__).resolve().parent.parent
 CONFIGURATIONS = {  # name: flags of the engine

@@ -43,12 +43,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from drafting.budget import StepCost
 from model import Transformer
 from quant_rows import SCHEMES, quantize_rows
 from quantize import Int8Linear, Linear
 from request import Answer
 from sampling import argmax
-from speculative import Proposer, StepCost
+from speculative import Proposer
 
 SHIPPED = Path(__file__).parent.parent / "data" / "smollm2_head.safetensors"  # for the default model
 KEY, VERSION = "vitrine_draft_head", 1  # metadata entry of the file
@@ -260,7 +261,7 @@ class HeadProposer(Proposer):
         return state, [(self.ids[i], 1 / total) for i, total in zip(best, totals, strict=True)]
 
     @torch.inference_mode()
-    def measure(self, most: int, before: Callable[[], object] | None = None) -> StepCost:
+    def measure(self, most: int, before: Callable[[], object] = lambda: None) -> StepCost:
         """Seconds of a round of 1 to `most` answers, each timed right after `before`: a step of the target, say."""
         shape = max(2, most), self.target.config.hidden_size  # two rows are always timed
         states = torch.zeros(shape, dtype=self.head.dtype, device=self.head.kept.device)

@@ -28,10 +28,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from drafting.budget import Speculator
 from generate import LLM
 from request import Answer
 from sampling_params import SamplingParams
-from speculative import Speculator
 
 SHARD = 64  # texts
 TEMPERATURES = (0.0, 0.7)

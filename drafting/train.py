@@ -44,13 +44,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import kernels
+from drafting.budget import Speculator
 from drafting.head import EPS, head_shapes, save_head
 from drafting.texts import held_out, write_texts
 from formats.command_line import as_command
 from generate import LLM
 from model import Transformer
 from sampling_params import SamplingParams
-from speculative import NgramProposer, Speculator
+from speculative import NgramProposer
 
 TOP = 32  # tokens of the target's opinion that are kept
 HELD_BACK = 17  # every so many-th text is not trained on
@@ -428,3 +429,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     run_train(args) if args.command == "train" else run_measure(args)
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -19,7 +19,7 @@ from benchmarks.claims import CLAIMS, as_markdown, as_text, columns, measure, su
 from benchmarks.lab import Claim, Found, Lab, Run, Sizes, answer_of, gathered, run_all
 from checkpoint import open_checkpoint
 from compiled import LayerCompiler
-from speculative import StepCost
+from drafting.budget import StepCost
 
 ROOT = Path(bench_claims.__file__).parent.parent
 SMALL = Sizes(

@@ -11,9 +11,9 @@ from test_engine import GREEDY, expected, make_engine, prompts_of, random_head, 
 from test_speculative import assert_drawn_from
 
 import kernels
-import speculative
 from compiled import DecodeGraphs
 from drafting import texts as head_texts
+from drafting.budget import Speculator
 from drafting.head import (
     KEY,
     DraftHead,
@@ -25,13 +25,13 @@ from drafting.head import (
     save_head,
     strength_of,
 )
-from drafting.train import Settings, head_step, measure, norm, train
+from drafting.train import Settings, head_step, main, measure, norm, train
 from generate import LLM
 from kv_paged import KVCache
 from layout import build_batch
 from sampling_params import SamplingParams
 from scheduler import Sequence, Step
-from speculative import NgramProposer, Speculator
+from speculative import NgramProposer
 
 OPTIONS = {"kernels": "reference", "num_blocks": 200, "threads": 1}
 
@@ -420,18 +420,18 @@ def test_an_engine_with_a_single_seat_can_time_its_head():
 
 
 def test_the_command_refuses_by_name(tmp_path, capsys):
-    assert speculative.main(["train", "--out", str(tmp_path / "h"), "--steps", "0"]) == 2
+    assert main(["train", "--out", str(tmp_path / "h"), "--steps", "0"]) == 2
     assert "steps=0: at least 1" in capsys.readouterr().err
     for flags in (["--rate", "nan"], ["--rate", "0"], ["--dropout", "1"], ["--dropout", "nan"]):
-        assert speculative.main(["train", "--out", str(tmp_path / "h"), *flags]) == 2
+        assert main(["train", "--out", str(tmp_path / "h"), *flags]) == 2
         assert f"error: {flags[0][2:]}={float(flags[1])}: a " in capsys.readouterr().err
-    assert speculative.main(["train", "--out", str(tmp_path / "a" / "h"), "--model", "nothing"]) == 2
+    assert main(["train", "--out", str(tmp_path / "a" / "h"), "--model", "nothing"]) == 2
     assert "No model 'nothing'" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
     for content in ("", "[]", "[1]", '"x"'):
         (tmp_path / "h.work").mkdir(exist_ok=True)
         (tmp_path / "h.work" / "settings.json").write_text(content)
-        assert speculative.main(["train", "--out", str(tmp_path / "h"), "--resume"]) == 2
+        assert main(["train", "--out", str(tmp_path / "h"), "--resume"]) == 2
         assert "settings" in capsys.readouterr().err
 
 
@@ -448,5 +448,5 @@ def test_the_command_refuses_by_name(tmp_path, capsys):
 )
 def test_the_measurement_refuses_by_name(given, capsys):
     with pytest.raises(SystemExit):
-        speculative.main(["measure", *given])
+        main(["measure", *given])
     assert given[0] in capsys.readouterr().err

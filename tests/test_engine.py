@@ -20,6 +20,7 @@ import guided
 import kernels
 import naive
 from checkpoint import open_checkpoint
+from drafting.budget import Speculator
 from drafting.draft_model import DraftModel, first_layers
 from drafting.head import DraftHead, HeadProposer, head_shapes
 from engine import Engine
@@ -29,7 +30,7 @@ from radix import HashCache, RadixCache
 from sampling import SamplerState, sample
 from sampling_params import SamplingParams
 from scheduler import Scheduler
-from speculative import NgramProposer, Speculator
+from speculative import NgramProposer
 from structured import TokenTrie, guide_for
 from tokenizer import Tokenizer
 

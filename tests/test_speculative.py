@@ -11,24 +11,13 @@ import torch
 from test_engine import GREEDY, assert_all_free, expected, make_engine, prompts_of, run, world
 
 from compiled import DecodeGraphs
+from drafting.budget import CREDIT, MARGIN, MOST_CREDIT, SHARE, Record, Speculator, StepCost
 from drafting.draft_model import check_same_tokens, first_layers
 from generate import LLM
 from kv_paged import blocks_needed
 from sampling import SamplerState, draw, probabilities, process_logits
 from sampling_params import SamplingParams
-from speculative import (
-    CREDIT,
-    GUESS,
-    MARGIN,
-    MOST_CREDIT,
-    SHARE,
-    NgramProposer,
-    Record,
-    Speculator,
-    StepCost,
-    rejection_sample,
-    verdict,
-)
+from speculative import GUESS, NgramProposer, rejection_sample, verdict
 from tokenizer import Tokenizer
 
 PROPOSERS = ("ngram", "head", "copy", "stranger", "self:1")
@@ -377,8 +366,8 @@ def test_what_guesses_lose_is_bounded_whatever_they_are_worth(answers, draft, ri
     for turn in range(2000):
         before = speculator.account.asking
         lengths = observe(speculator, choices, right if turn % 7 == 0 else 0)
-        price = speculator.price(answers, sum(lengths), max(lengths)) if speculator.asked else 0.0
-        assert before + SHARE * answers > 0 or turn == 0 or not speculator.asked, "asked on an empty account"
+        price = speculator.price(answers, sum(lengths), max(lengths)) if speculator.strengths else 0.0
+        assert before + SHARE * answers > 0 or turn == 0 or not speculator.strengths, "asked on an empty account"
         spent, dearest = spent + price, max(dearest, price)
         assert speculator.account.asking > -dearest
     assert spent <= CREDIT + dearest + SHARE * answers * 2000 + speculator.accepted
@@ -413,7 +402,7 @@ def test_what_does_not_pay_in_a_batch_silences_nobody_alone():
         observe(speculator, choices, 0)
     assert speculator.account.asking < 1
     observe(speculator, [alone], 9)
-    assert speculator.asked, "one answer has an account of its own"
+    assert speculator.strengths, "one answer has an account of its own"
 
 
 def test_an_answer_that_wins_does_not_pay_for_tries_of_others():
@@ -435,7 +424,7 @@ def test_a_proposer_that_works_and_says_nothing_is_paid_all_the_same():
     speculator = Speculator(NgramProposer(), 6, lambda rows: 10.0 + rows, lambda rows: 1.0)
     speculator.proposer.propose = lambda choices, limits: [[] for _ in choices]  # still busy reading
     a = always_matching()
-    asked = sum(bool(speculator.propose([a], [99]) and speculator.asked) for _ in range(300))
+    asked = sum(bool(speculator.propose([a], [99]) and speculator.strengths) for _ in range(300))
     assert 5 < asked < 150
 
 

@@ -1,0 +1,265 @@
+"""How many guesses pay: none where they cost more than they win.
+
+The problem. With acceptance rate a per guess, k guesses give 1 + a + ... + a^k tokens a step, but k + 1 rows cost more
+than one, and so does asking the proposer. Where text does not repeat, and in a batch that keeps the machine busy as it
+is, even cheap guesses make everybody slower.
+
+The idea. The `Speculator` knows what a step costs by its rows (`StepCost`) and estimates a for every answer and
+strength of evidence (`Record`). It sorts the guesses of the whole batch by the chance that they and all before them are
+right, and takes as many of the first as promise most tokens a second. Estimates go wrong, so guesses have an `Account`:
+what they win is paid in, what they cost is taken off, and without a balance there are none. A hundredth of all tokens
+is paid in too, so that text which begins to repeat is found out:
+
+    balance   4 . . 3.5 . . 2.2 . . 0.9 . . -0.4     wrong guesses use it up; then a few steps without any, until
+              0 . . 0.04 . . 0.08 . . ...            the hundredth has added up to a little, and one more is tried
+
+Prices are in tokens: a second costs the tokens that the batch makes in it without guesses.
+
+Source: Leviathan, Kalman and Matias 2023 (arXiv:2211.17192, section 3.3) for the cost; the account is our own.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from request import Answer
+from speculative import Proposer
+
+FADE, OVERALL_FADE = 0.9, 0.98  # how fast what was seen fades, of one answer and of all, per verified guess
+CHECK_S = 0.2e-3  # seconds a step takes longer for having any guesses: laying them out, taking back what was wrong
+MARGIN = 1.5  # of what guesses are thought to cost: an answer that gets ahead saves only a row of the steps to come
+BEST_CHANCE = 0.95  # of the best guesses there are
+CREDIT, MOST_CREDIT = 4.0, 8.0  # tokens that guesses may lose at first, and after having won ever so many
+PASSES = 8  # over the sizes of a step, to time each
+SHARE = 0.01  # of all tokens may be lost in finding out whether guesses pay
+
+Seconds = Callable[[int], float]  # of a number of rows
+
+
+class StepCost:
+    """Seconds of one model step as a function of its rows, measured at a few sizes and interpolated."""
+
+    def __init__(self, seconds: dict[int, float]):
+        self.rows, self.seconds = list(seconds), list(seconds.values())
+
+    def __call__(self, rows: int) -> float:
+        i = min(max(bisect_left(self.rows, rows), 1), len(self.rows) - 1)
+        (x0, x1), (y0, y1) = self.rows[i - 1 : i + 1], self.seconds[i - 1 : i + 1]
+        return y0 + (y1 - y0) * (rows - x0) / (x1 - x0)
+
+    @classmethod
+    def measure(cls, run: Callable[[int], object], most: int, budget_s=0.4, before=lambda: None) -> StepCost:
+        """run(rows) computes a step; sizes are doubled until `most`, or until timing them takes the budget.
+
+        Each is timed PASSES times in turn, or until twice the budget is spent, and its shortest time counts, since a
+        machine that is busy elsewhere spoils single passes. before() runs untimed before each call, to empty the caches
+        as what runs between two steps does.
+        """
+        seconds: dict[int, float] = {}
+
+        def time_once(rows: int) -> None:
+            before()
+            start = time.perf_counter()
+            run(rows)
+            seconds[rows] = min(seconds.get(rows, math.inf), time.perf_counter() - start)
+
+        rows = 1
+        while rows <= 2 or (rows <= most and PASSES * sum(seconds.values()) < budget_s):
+            run(rows)  # may have to record or compile something
+            time_once(rows)
+            rows *= 2
+        start = time.perf_counter()
+        for i in range(1, PASSES):
+            if i == 1 or time.perf_counter() - start <= 2 * budget_s:
+                for rows in seconds:
+                    time_once(rows)
+        for rows in reversed(seconds):  # more rows never cost less, and a clock only ever adds
+            seconds[rows] = min(seconds[rows], seconds.get(2 * rows, seconds[rows]))
+        return cls(seconds)
+
+
+@dataclass
+class Record:
+    """How many guesses of one strength were right and wrong; old ones fade."""
+
+    right: float
+    wrong: float
+
+    @property
+    def rate(self) -> float:
+        return self.right / (self.right + self.wrong)
+
+    def add(self, right: int, wrong: int, fade: float) -> None:
+        fade **= right + wrong
+        self.right, self.wrong = self.right * fade + right, self.wrong * fade + wrong
+
+
+@dataclass
+class Account:
+    """Tokens that may be spent on guesses at all, and of that on answers whose guesses do not seem to pay."""
+
+    asking: float = CREDIT
+    trying: float = 0.0
+
+    def pay_in(self, asking: float, trying: float = 0.0) -> None:
+        # Both are limited, or a good past would pay for a long bad present.
+        self.asking = min(self.asking + asking, MOST_CREDIT)
+        self.trying = min(self.trying + trying, MOST_CREDIT)
+
+
+class Speculator:
+    """Decides how much to guess, asks the proposer, and keeps the accounts.
+
+    step: seconds of a target step of so many rows; without it every answer gets `most` guesses. draft: seconds of a
+    round of the proposer, a guess for so many answers. trust: verified guesses of an answer's own that weigh as much as
+    those of all others.
+    """
+
+    TRUST = 2.0
+
+    def __init__(
+        self, proposer: Proposer, most=5, step: Seconds | None = None, draft: Seconds | None = None, trust=TRUST
+    ):
+        self.proposer, self.most, self.step, self.trust = proposer, most, step, trust
+        self.draft = draft or (lambda answers: 0.0)
+        self.overall: dict[int, Record] = {}  # by strength, of all answers: what to expect of a new one
+        self.records: WeakKeyDictionary[Answer, dict[int, Record]] = WeakKeyDictionary()
+        self.last: WeakKeyDictionary[Answer, int] = WeakKeyDictionary()  # the step in which it was given guesses last
+        self.strengths: dict[Answer, int] = {}  # of the evidence for the guesses of this step
+        self.drafted = self.accepted = self.decodes = self.steps = 0
+        self.accounts: dict[int, Account] = {}  # by the bit length of the batch size: what pays depends on it
+        self.account = Account()  # that of this step
+        self.prices: dict[int, tuple[list[float], float]] = {}  # by the size of the batch
+        self.hopeless: dict[int, bool] = {}  # likewise: whether even nearly certain guesses cost more than they win
+
+    def propose(self, answers: list[Answer], rooms: list[int], trim=lambda answer, guess: guess) -> list[list[int]]:
+        """Guesses for the answers that decode now; rooms: how many each may take.
+
+        trim(answer, guess): what of a guess is possible at all. One that is not was wrong, and costs no row.
+        """
+        n, guesses = len(answers), [[] for _ in answers]
+        self.decodes += n
+        self.steps += 1
+        self.strengths = {}
+        if not any(rooms) or (self.step is not None and not self._may_ask(n)):
+            return guesses
+        strengths = self.proposer.strength(answers)
+        self.strengths = dict(zip(answers, strengths, strict=True))
+        longest = [min(room, self.most) if strength else 0 for room, strength in zip(rooms, strengths, strict=True)]
+        records = [self._record(answer) for answer in answers]
+        limits = longest if self.step is None else self.plan(answers, records, longest)
+        guessing = [answer for answer, limit in zip(answers, limits, strict=True) if limit]
+        missed = sum(map(self._missed, guessing))
+        self.last.update(dict.fromkeys(guessing, self.steps))
+        if guessing:
+            guesses = self.proposer.propose(answers, limits)
+        for i, answer in enumerate(answers):
+            possible = trim(answer, guesses[i])
+            if guesses[i] and not possible:
+                self._learn(answer, right=0, wrong=1)
+            guesses[i] = possible
+        if self.step is not None:
+            price = self.price(n, sum(map(len, guesses)), max(limits))
+            self.account.asking -= price + self._price_of_reading(n, missed)
+        return guesses
+
+    def observe(self, answer: Answer) -> None:
+        """The guesses of an answer have been verified."""
+        guessed, right = answer.num_guessed, answer.num_right
+        wrong = int(right < guessed and answer.finish_reason is None)  # what comes after a wrong one was not tested
+        self.drafted += guessed
+        self.accepted += right
+        self.account.pay_in(right)
+        self._learn(answer, right, wrong)
+
+    def plan(self, answers: list[Answer], records: list[Record], longest: list[int]) -> list[int]:
+        """How many guesses each answer is given, of at most `longest`: those that together promise most for a second.
+
+        And one to the answer that has gone longest without, when there is something on the account to try it with.
+        """
+        n, limits, asking_rounds = len(answers), [0] * len(answers), self.proposer.ROUNDS_TO_ASK
+        chances = [  # (chance that a guess is right together with all before it, its number among them, answer)
+            (record.rate**depth, depth, i) for i, record in enumerate(records) for depth in range(1, longest[i] + 1)
+        ]
+        chances.sort(key=lambda entry: -entry[0])
+        num_guesses = self._most_worth(n, chances, asking_rounds)
+        for _, _, i in chances[:num_guesses]:
+            limits[i] += 1
+        idle = [(self.last.get(answer, 0), i) for i, answer in enumerate(answers) if limits[i] == 0 < longest[i]]
+        if idle:
+            deepest, i = max(limits), min(idle)[1]
+            price = self.price(n, num_guesses + 1, max(deepest, 1)) - self.price(n, num_guesses, deepest)
+            price += self._price_of_reading(n, self.proposer.backlog(answers[i]))
+            if self.account.trying > price:
+                self.account.trying -= price
+                limits[i] = 1
+        return limits
+
+    def _most_worth(self, n: int, chances: list[tuple[float, int, int]], asking_rounds: int) -> int:
+        """How many of the guesses, the likeliest first, give n answers most tokens a second; 0: any would cost some."""
+        (rows, one_round), best_rate, num_guesses, tokens, deepest = self._prices(n), 1.0, 0, 0.0, asking_rounds
+        for guesses, (chance, depth, _) in enumerate(chances, 1):
+            tokens, deepest = tokens + chance, max(deepest, depth)
+            rate = (n + tokens) / (n + rows[guesses] + one_round * (deepest - asking_rounds))
+            if rate > best_rate:
+                best_rate, num_guesses = rate, guesses
+        return num_guesses
+
+    def _may_ask(self, n: int) -> bool:
+        """Whether the account of batches of this size has a balance, and guesses could win anything."""
+        self.account = self.accounts.setdefault(n.bit_length(), Account())
+        self.account.pay_in(SHARE * n, SHARE * n)
+        if n not in self.hopeless:  # even with one nearly certain guess for each answer, then a second for each, ...
+            depths = [1 + g // n for g in range(n * self.most)]
+            self.hopeless[n] = not self._most_worth(n, [(BEST_CHANCE**depth, depth, 0) for depth in depths], 0)
+        return self.account.asking > 0 and not self.hopeless[n]
+
+    def _missed(self, answer: Answer) -> int:
+        """Tokens the proposer must catch up with for having made no guess lately. Reading a prompt before an answer's
+        first guess does not count: it happens once, however many guesses follow."""
+        silent = self.steps - 1 - self.last.get(answer, self.steps - 1)
+        return min(silent, self.proposer.backlog(answer))
+
+    def _price_of_reading(self, n: int, tokens: int) -> float:
+        """What a step of n answers costs more when the proposer has to catch up with so many tokens."""
+        return MARGIN * n * (self.draft(n + tokens) - self.draft(n)) / self.step(n)
+
+    def price(self, n: int, guesses: int, longest: int) -> float:
+        """What a step of n answers costs more for `guesses`, of which one answer has the `longest`."""
+        rows, one_round = self._prices(n)
+        return rows[guesses] + one_round * max(longest, self.proposer.ROUNDS_TO_ASK)
+
+    def _prices(self, n: int) -> tuple[list[float], float]:
+        """The price of the rows of 0, 1, 2, ... guesses, and of a round of the proposer."""
+        if n not in self.prices:
+            tokens = MARGIN * n / self.step(n)  # that a second is worth
+            more = [self.step(n + g) - self.step(n) + CHECK_S for g in range(1, n * self.most + 1)]
+            self.prices[n] = [0.0, *(tokens * seconds for seconds in more)], tokens * self.draft(n)
+        return self.prices[n]
+
+    def _record(self, answer: Answer) -> Record:
+        """Of an answer's guesses of the present strength; a new one expects what the others had."""
+        strength = self.strengths[answer]
+        overall = self.overall.setdefault(strength, Record(2.0 * strength, 2.0))
+        expected = Record(self.trust * overall.rate, self.trust * (1 - overall.rate))
+        return self.records.setdefault(answer, {}).setdefault(strength, expected)
+
+    def _learn(self, answer: Answer, right: int, wrong: int) -> None:
+        strength = self.strengths[answer]
+        self.records[answer][strength].add(right, wrong, FADE)
+        self.overall[strength].add(right, wrong, OVERALL_FADE)
+
+    def break_even(self) -> float | None:
+        """The acceptance rate above which a single guess pays for one sequence alone; None if costs are unknown."""
+        return None if self.step is None else self.price(1, 1, 1)
+
+    def stats(self) -> dict[str, float | None]:
+        """drafted and accepted guesses, tokens an answer gains per step, and the break-even acceptance rate."""
+        gained = self.accepted / self.decodes if self.decodes else 0.0
+        counts = {"drafted": self.drafted, "accepted": self.accepted}
+        return counts | {"tokens_per_step": 1 + gained, "break_even": self.break_even()}
