@@ -56,9 +56,8 @@ class StepCost:
     def measure(cls, run: Callable[[int], object], most: int, budget_s=0.4, before=lambda: None) -> StepCost:
         """run(rows) computes a step; sizes are doubled until `most`, or until timing them takes the budget.
 
-        Each is timed PASSES times in turn, or until twice the budget is spent, and its shortest time counts, since a
-        machine that is busy elsewhere spoils single passes. before() runs untimed before each call, to empty the caches
-        as what runs between two steps does.
+        Each is timed up to PASSES times in turn and its shortest time counts, since a machine that is busy elsewhere
+        spoils single passes. before() runs untimed before each call, to empty the caches as other work in a step does.
         """
         seconds: dict[int, float] = {}
 
@@ -73,11 +72,10 @@ class StepCost:
             run(rows)  # may have to record or compile something
             time_once(rows)
             rows *= 2
-        start = time.perf_counter()
-        for i in range(1, PASSES):
-            if i == 1 or time.perf_counter() - start <= 2 * budget_s:
-                for rows in seconds:
-                    time_once(rows)
+        passes = int(2 * budget_s / sum(seconds.values()))
+        for _ in range(max(2, min(passes, PASSES)) - 1):
+            for rows in seconds:
+                time_once(rows)
         for rows in reversed(seconds):  # more rows never cost less, and a clock only ever adds
             seconds[rows] = min(seconds[rows], seconds.get(2 * rows, seconds[rows]))
         return cls(seconds)

@@ -105,7 +105,7 @@ def test_the_states_are_those_that_the_last_tokens_were_drawn_from(case):
     if case not in ("forks", "forced"):
         for prompt, output in zip(prompts, outputs, strict=True):
             assert output.outputs[0].token_ids == expected("llama", prompt, params)
-    assert len(spy.seen) > 12 and spy.without <= 2  # a step may have no room for everyone
+    assert len(spy.seen) > 12 and spy.without <= (8 if case == "chunks" else 2)  # a step may have no room for everyone
     if case == "preempted":
         assert engine.scheduler.stats()["preemptions"] > 0
     if case not in ("forced", "forks"):
