@@ -24,7 +24,7 @@ from formats.command_line import as_command, flag, given, refuse_unused, value_o
 from generate import LLM
 from kv_paged import block_bytes, parse_memory
 from request import CompletionOutput, Request, RequestOutput
-from sampling_params import SamplingParams
+from sampling import SamplingParams
 
 DEFAULT_PROMPT = "Once upon a time"
 SHARED = ("seed",)  # also an argument of LLM, which draws each request's seed from it

@@ -42,8 +42,7 @@ from layout import build_batch
 from model import Batch, Transformer
 from overlap import Overlap
 from request import Answer, Delta, Request
-from sampling import Sampled, SamplerState, prompt_logprobs, sample
-from sampling_params import SamplingParams
+from sampling import Sampled, SamplerState, SamplingParams, prompt_logprobs, sample
 from scheduler import Scheduler, Sequence, Step
 from speculative import verdict
 from tokenizer import Tokenizer

@@ -1,7 +1,7 @@
 """The composition: `LLM`, and the command line.
 
     from generate import LLM
-    from sampling_params import SamplingParams
+    from sampling import SamplingParams
     llm = LLM(model="smollm2", quant="int4", compile=True)
     print(llm.generate(["Once upon a time"], SamplingParams(temperature=0, max_tokens=32))[0].outputs[0].text)
 
@@ -43,8 +43,7 @@ from policies import POLICIES
 from quantize import set_activations
 from radix import PREFIX_CACHES
 from request import Delta, Request, RequestOutput
-from sampling import SamplerState, sample
-from sampling_params import SamplingParams
+from sampling import SamplerState, SamplingParams, sample
 from scheduler import BATCHINGS, PREEMPTIONS, RESERVES, Scheduler
 from speculative import Proposer
 from tokenizer import Tokenizer

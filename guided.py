@@ -29,7 +29,7 @@ from collections.abc import Iterable
 
 import torch
 
-from sampling_params import SamplingParams
+from sampling import SamplingParams
 from structured import TokenGuide, TokenTrie, guide_for
 from tokenizer import Tokenizer
 

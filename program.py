@@ -34,7 +34,7 @@ from typing import Any
 
 from generate import LLM
 from request import CompletionOutput, Request
-from sampling_params import SamplingParams
+from sampling import SamplingParams
 
 
 @dataclass

@@ -24,8 +24,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sampling import Sampled, SamplerState
-from sampling_params import SamplingParams
+from sampling import Sampled, SamplerState, SamplingParams
 from tokenizer import StopChecker, Tokenizer
 
 if TYPE_CHECKING:

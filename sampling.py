@@ -34,20 +34,235 @@ Left out: typical, eta, mirostat and no-repeat-ngram sampling; a fused sampler o
 
 import copy
 import hashlib
+import json
 import math
+import numbers
+import re
+import reprlib
 import secrets
 import struct
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from types import NoneType
+from typing import Any, NamedTuple
 
 import torch
 
 import kernels
 from native import cpu as kernels_native
-from sampling_params import SamplingParams
 
 TICKS = 2.0**34  # of the likeliest token. 2**34 * 2**19 tokens = 2**53: sums are exact up to a vocabulary of 524,288
 BUCKETS = (127 + 34 << 4) + 1  # of _nucleus: the upper 13 bits of the float32 TICKS, and 0
+GREEDY_BELOW = 1e-5  # a temperature below this is 0, as in vLLM
+
+
+class ParameterError(ValueError):
+    """A field of SamplingParams holds what it must not; `field` names it."""
+
+    def __init__(self, field: str, value: Any, allowed: str):
+        self.field = field
+        try:
+            shown = reprlib.repr(value)  # bounded: an error must not echo a megabyte of bad input
+        except ValueError:  # an integer of too many digits to print
+            shown = f"<{type(value).__name__}>"
+        super().__init__(f"{field}={shown} is not allowed: it must be {allowed}")
+
+
+def option(default: Any, kind: str, check: Callable, allowed: str, meaning: str, none: Callable = NoneType) -> Any:
+    """A field of SamplingParams. check(value) gives its normal form or raises; None, where allowed, becomes none()."""
+    help_text = f"{meaning}; {allowed}"
+    return field(default=default, metadata=dict(kind=kind, check=check, allowed=allowed, none=none, help=help_text))
+
+
+def real(default: float, interval: str, note: str, meaning: str) -> Any:
+    """A field that holds a number of an interval such as "(0, 1]"."""
+    return option(default, "real", lambda v: _real(v, interval), f"a number in {interval} ({note})", meaning)
+
+
+def integer(default: int | None, low: float, high: float, allowed: str, meaning: str) -> Any:
+    """A field that holds an integer from low to high, or None if `allowed` begins with it."""
+    return option(default, "integer", lambda v: _integer(v, low, high), allowed, meaning)
+
+
+def _checked(name: str, value: Any, allowed: str, check: Callable) -> Any:
+    try:
+        return check(value)
+    except ParameterError:
+        raise
+    except (ValueError, OverflowError):  # OverflowError: an integer beyond the range of floats
+        raise ParameterError(name, value, allowed) from None
+
+
+def _need(condition: Any) -> None:
+    if not condition:
+        raise ValueError
+
+
+def _real(value: Any, interval: str) -> float:
+    _need(isinstance(value, numbers.Real) and not isinstance(value, bool))
+    number, (low, high) = float(value), map(float, interval[1:-1].split(","))
+    _need(low <= number <= high and (interval[0] == "[" or number > low))  # NaN lies in no interval
+    return number
+
+
+def _integer(value: Any, low: float, high: float) -> int:
+    _need(isinstance(value, numbers.Integral) and not isinstance(value, bool) and low <= value <= high)
+    return int(value)
+
+
+def _switch(value: Any) -> bool:
+    _need(isinstance(value, bool))
+    return value
+
+
+def _text(value: Any) -> str:
+    _need(isinstance(value, str) and value)
+    return value
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    _need(isinstance(value, (list, tuple)))
+    return tuple(map(_text, value))
+
+
+def _choice(value: Any) -> tuple[str, ...]:
+    _need(value)
+    return _texts(value)
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    _need(isinstance(value, (list, tuple)))
+    return tuple(_checked("stop_token_ids", token, IDS, lambda v: _integer(v, 0, math.inf)) for token in value)
+
+
+def _bias(value: Any) -> dict[int, float]:
+    """Token id -> bias. Keys as integers, or as strings of plain digits, for JSON has no other keys."""
+    _need(isinstance(value, Mapping))
+    bias: dict[int, float] = {}
+    for key, number in value.items():
+        token = int(key) if isinstance(key, str) and re.fullmatch(r"[0-9]{1,18}", key) else key
+        token = _checked("logit_bias", token, BIAS, lambda v: _integer(v, 0, math.inf))
+        if token in bias:
+            raise ParameterError("logit_bias", value, f"given once for each token, and {token} occurs twice")
+        allowed = f"a number in [-100, 100] for token {token}"
+        bias[token] = _checked("logit_bias", number, allowed, lambda v: _real(v, "[-100, 100]"))
+    return bias
+
+
+def _schema(value: Any) -> dict:
+    try:
+        schema = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise ParameterError("json_schema", value, f"{SCHEMA}; this is no JSON ({error})") from None
+    _need(isinstance(schema, dict))
+    try:
+        return copy.deepcopy(schema)  # the caller may go on editing theirs
+    except RecursionError:
+        raise ParameterError("json_schema", value, f"{SCHEMA}; this one is nested too deeply") from None
+
+
+IDS = "None or a list of token ids, each an integer >= 0"
+BIAS = "None or a dict from token ids (integers >= 0) to numbers in [-100, 100]"
+SCHEMA = "None, a JSON Schema as a dict, or the JSON text of one"
+INF = math.inf
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What one request asks for, checked and normalised at construction; ParameterError (a ValueError) names the field.
+
+    A field's metadata says all that a command line or a server needs: "help" (text), and "kind": real, integer, switch
+    (bool), text, strings (one or a list of them), choice (a list of strings), ids (a list of integers), bias (a dict
+    from token ids to numbers), schema (a dict, or JSON text). None, where it is legal, is the same as leaving it out,
+    except for max_tokens.
+    """
+
+    n: int = integer(1, 1, 128, "an integer from 1 to 128", "answers to the prompt")
+    best_of: int | None = integer(
+        None,
+        1,
+        128,
+        "None or an integer from n to 128",
+        "draw so many answers, keep the n of best mean log-probability",
+    )
+    beam_width: int | None = integer(None, 1, 64, "None or an integer from 1 to 64", "search beams instead of drawing")
+    temperature: float = real(1.0, "[0, 1e6]", "0 is greedy", "divides the logits: below 1 sharper, above 1 flatter")
+    top_p: float = real(1.0, "(0, 1]", "1 is off", "keep the fewest likeliest tokens that hold this probability")
+    top_k: int = integer(0, -1, INF, "an integer >= 1, or 0 or -1 for off", "keep so many of the likeliest tokens")
+    min_p: float = real(0.0, "[0, 1]", "0 is off", "keep tokens this likely, as a share of the likeliest one")
+    max_tokens: int | None = integer(
+        16, 0, INF, "None (up to the context) or an integer >= 0 (0 only scores the prompt)", "end after so many tokens"
+    )
+    min_tokens: int = integer(0, 0, INF, "an integer >= 0", "ban EOS and stop ids until so many tokens are out")
+    stop: str | Sequence[str] | None = option(
+        None, "strings", lambda v: (v,) if isinstance(v, str) and v else _texts(v),
+        "None, a non-empty string or a list of non-empty strings", "texts that end the answer", tuple,
+    )  # fmt: skip
+    stop_token_ids: Sequence[int] | None = option(None, "ids", _token_ids, IDS, "tokens that end the answer", tuple)
+    ignore_eos: bool = option(False, "switch", _switch, "True or False", "EOS is a token like any other")
+    include_stop_str_in_output: bool = option(False, "switch", _switch, "True or False", "show the stop text as well")
+    seed: int | None = integer(None, -(2**63), 2**63 - 1, "None or an integer of 64 bits", "repeats an answer")
+    logprobs: int | None = integer(None, 0, 20, "None or an integer from 0 to 20", "log-probabilities of the k best")
+    prompt_logprobs: int | None = integer(None, 0, 20, "None or an integer from 0 to 20", "the same for the prompt")
+    presence_penalty: float = real(0.0, "[-2, 2]", "0 is off", "taken off the logit of a token in the output")
+    frequency_penalty: float = real(0.0, "[-2, 2]", "0 is off", "the same for each time that it occurs")
+    repetition_penalty: float = real(1.0, "[1e-4, 1e4]", "1 is off", "weakens the logit of each token seen so far")
+    logit_bias: Mapping[int | str, float] | None = option(None, "bias", _bias, BIAS, "added to logits", dict)
+    regex: str | None = option(None, "text", _text, "None or a non-empty string", "the output matches it")
+    json_schema: dict | str | None = option(None, "schema", _schema, SCHEMA, "the output is JSON that satisfies it")
+    choice: Sequence[str] | None = option(
+        None, "choice", _choice, "None or a non-empty list of non-empty strings", "the output is one of them"
+    )
+    grammar: str | None = option(
+        None, "text", _text, "None or a non-empty string", "the output satisfies this Lark or GBNF grammar"
+    )
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value, allowed = getattr(self, f.name), f.metadata["allowed"]
+            if value is None and allowed.startswith("None"):
+                normal = f.metadata["none"]()
+            else:
+                normal = _checked(f.name, value, allowed, f.metadata["check"])
+            object.__setattr__(self, f.name, normal)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Fields that are legal alone but not side by side."""
+        shapes = [name for name in ("regex", "json_schema", "choice", "grammar") if getattr(self, name) is not None]
+        if len(shapes) > 1:
+            allowed = f"None when {shapes[0]} is given: an output has one shape"
+            raise ParameterError(shapes[1], getattr(self, shapes[1]), allowed)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ParameterError("min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
+        if self.best_of is not None and self.best_of < self.n:
+            raise ParameterError("best_of", self.best_of, f"None or an integer from n={self.n} to 128")
+        if self.beam_width is None:
+            return
+        if self.n > self.beam_width:
+            raise ParameterError("n", self.n, f"at most beam_width={self.beam_width}")
+        off = {"best_of": (None,), "temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
+        for name, legal in off.items():
+            if getattr(self, name) not in legal:
+                allowed = " or ".join(map(str, legal)) + " with beam_width: a beam search does not draw"
+                raise ParameterError(name, getattr(self, name), allowed)
+
+    @property
+    def greedy(self) -> bool:
+        """The likeliest token, lowest id on ties, whatever the other filters say."""
+        return self.temperature < GREEDY_BELOW or self.top_k == 1 or self.min_p == 1
+
+    @property
+    def scored(self) -> bool:
+        """Whether the log-probability of each token is needed, to report it or to choose among best_of."""
+        return self.logprobs is not None or self.best_of is not None
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Refuse token ids the model does not have; vocab_size is the model's, padded ids included."""
+        for name, tokens in {"logit_bias": self.logit_bias, "stop_token_ids": self.stop_token_ids}.items():
+            for token in tokens:
+                if token >= vocab_size:
+                    raise ParameterError(name, token, f"a token id below the vocabulary size {vocab_size}")
 
 
 class NonFiniteLogits(ValueError):

@@ -33,7 +33,7 @@ from benchmarks.quality import TEXT
 from drafting.budget import Speculator
 from generate import LLM
 from request import Request
-from sampling_params import SamplingParams
+from sampling import SamplingParams
 from structured import TokenGuide, TokenTrie, compile_json_schema
 
 PROPOSERS = ("ngram", "head", "self:{third}")  # values of `speculate`; {third} is a third of the model's layers

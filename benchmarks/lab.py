@@ -38,7 +38,7 @@ from generate import LLM
 from kv_paged import BlockPool
 from radix import PREFIX_CACHES
 from request import Request
-from sampling_params import SamplingParams
+from sampling import SamplingParams
 from scheduler import Scheduler, Sequence, Step
 
 

@@ -27,7 +27,7 @@ import torch
 import engine as engine_module
 import kernels
 from generate import LLM
-from sampling_params import SamplingParams
+from sampling import SamplingParams
 
 TEXT = Path(__file__).parent.parent / "data" / "alice.txt"
 

@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save_file
 from drafting.budget import Speculator
 from generate import LLM
 from request import Answer
-from sampling_params import SamplingParams
+from sampling import SamplingParams
 
 SHARD = 64  # texts
 TEMPERATURES = (0.0, 0.7)

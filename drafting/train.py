@@ -50,7 +50,7 @@ from drafting.texts import held_out, write_texts
 from formats.command_line import as_command
 from generate import LLM
 from model import Transformer
-from sampling_params import SamplingParams
+from sampling import SamplingParams
 from speculative import NgramProposer
 
 TOP = 32  # tokens of the target's opinion that are kept

@@ -46,7 +46,7 @@ from typing import Any
 from beam import merged
 from generate import LLM
 from request import Delta, Request
-from sampling_params import SamplingParams
+from sampling import SamplingParams
 from serving.metrics import Metrics
 
 OBSERVE_SECONDS = 0.1  # between two looks of the live page while nothing happens

@@ -29,7 +29,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field
 
-from sampling_params import SamplingParams
+from sampling import SamplingParams
 from serving.engine_thread import Job
 from serving.guard import ApiError, EventStream, internal_error, until_left
 from serving.openai_api import raise_failure

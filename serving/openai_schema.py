@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from sampling_params import SamplingParams
+from sampling import SamplingParams
 from serving.guard import ApiError
 
 # Other servers' names for a structure. Left unheard, they would give an answer that has none.

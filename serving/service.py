@@ -29,7 +29,7 @@ from functools import partial
 from typing import Any
 
 from policies import POLICIES
-from sampling_params import SamplingParams
+from sampling import SamplingParams
 from serving.engine_thread import EngineThread, Job, Served
 from serving.guard import ApiError
 

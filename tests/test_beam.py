@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from test_engine import CONTEXT, assert_all_free, make_engine, prompts_of, run, world
 
 import naive
-from sampling_params import SamplingParams
+from sampling import SamplingParams
 
 
 def naive_beams(arch: str, prompt: list[int], width: int, max_tokens: int, stop_ids: set[int]) -> list[tuple]:

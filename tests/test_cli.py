@@ -15,7 +15,7 @@ import tiny
 
 import cli
 from generate import LLM
-from sampling_params import SamplingParams
+from sampling import SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent
 FAST = ["--kernels", "reference", "--num-blocks", "40", "--threads", "1"]

@@ -9,7 +9,7 @@ from compiled import DecodeGraphs, LayerCompiler, tape_capture
 from generate import LLM
 from kv_paged import KVCache
 from model import padding_batch
-from sampling_params import SamplingParams
+from sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from generate import LLM
-from sampling_params import SamplingParams
+from sampling import SamplingParams
 
 TEXT = (
     "The bakery on the corner opened at six, and by half past the queue reached the bridge. Nobody minded, since the "

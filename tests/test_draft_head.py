@@ -29,7 +29,7 @@ from drafting.train import Settings, head_step, main, measure, norm, train
 from generate import LLM
 from kv_paged import KVCache
 from layout import build_batch
-from sampling_params import SamplingParams
+from sampling import SamplingParams
 from scheduler import Sequence, Step
 from speculative import NgramProposer
 

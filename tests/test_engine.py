@@ -27,8 +27,7 @@ from engine import Engine
 from kv_paged import BlockPool, KVCache
 from model import Transformer
 from radix import HashCache, RadixCache
-from sampling import SamplerState, sample
-from sampling_params import SamplingParams
+from sampling import SamplerState, SamplingParams, sample
 from scheduler import Scheduler
 from speculative import NgramProposer
 from structured import TokenTrie, guide_for

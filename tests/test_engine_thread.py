@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from server_fixture import make_llm
 
-from sampling_params import SamplingParams
+from sampling import SamplingParams
 from serving.engine_thread import EngineThread, Served, Unavailable
 from serving.metrics import Metrics
 

@@ -7,7 +7,7 @@ import tiny
 import torch
 
 from generate import LLM, choose_device
-from sampling_params import SamplingParams
+from sampling import SamplingParams
 
 ONE = SamplingParams(temperature=0, max_tokens=1)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_engine import assert_all_free, expected, make_engine, prompts_of, run, world
 
-from sampling_params import SamplingParams
+from sampling import SamplingParams
 from structured import GrammarError
 
 PERSON = {

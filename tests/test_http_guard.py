@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from fastapi.exceptions import RequestValidationError
 
-from sampling_params import ParameterError
+from sampling import ParameterError
 from serving.engine_thread import Unavailable
 from serving.guard import ApiError, EventStream, LocalHost, as_api_error, error_body, error_response, sse, until_left
 from tokenizer import TemplateError

@@ -12,7 +12,7 @@ import pytest
 from record_llama_cpp import NEW_TOKENS, PROMPTS
 
 from generate import LLM
-from sampling_params import SamplingParams
+from sampling import SamplingParams
 
 RECORDS = json.loads((Path(__file__).parent / "data" / "smollm2_greedy.json").read_text(encoding="utf-8"))
 

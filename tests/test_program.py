@@ -12,7 +12,7 @@ from checkpoint import open_checkpoint
 from examples import few_shot_classification, json_extraction, tree_of_thought
 from generate import LLM
 from program import Program, gen, run, select
-from sampling_params import SamplingParams
+from sampling import SamplingParams
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from sampling_params import ParameterError, SamplingParams
+from sampling import ParameterError, SamplingParams
 
 NAN, INF = math.nan, math.inf
 # What no number field takes; each field adds its own range below.
@@ -44,6 +44,7 @@ OTHERS = {
         + [{5: value} for value in ["1", None, True, [1], NAN, INF, -INF, 10**400]],
     ),
     "regex": ([None, "a+"], ["", 1, True, b"a", ["a"]]),
+    "grammar": ([None, 'start: "a"'], ["", 1, True, b"a", ["a"]]),
     "json_schema": ([None, {}, {"type": "object"}, '{"type": "string"}'], ["", "{", "[]", "true", 1, True, [], b"{}"]),
     "choice": ([None, ["yes", "no"], ("a",)], [[], (), "yes", [""], ["a", ""], [1], [None], {}, 0, False, {"a": 1}]),
 }

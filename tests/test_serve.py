@@ -7,7 +7,7 @@ import openai
 import pytest
 from server_fixture import make_llm, reasons, script, serving, text_of
 
-from sampling_params import SamplingParams
+from sampling import SamplingParams
 from serve import main, named_models, parse_arguments
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}

@@ -19,7 +19,7 @@ from server_fixture import folder, http_bytes, make_llm, raw_request, reasons, s
 
 import engine as engine_module
 from request import Request
-from sampling_params import SamplingParams
+from sampling import SamplingParams
 from serving.engine_thread import Job
 from serving.service import Limits
 

@@ -15,8 +15,7 @@ from drafting.budget import CREDIT, MARGIN, MOST_CREDIT, SHARE, Record, Speculat
 from drafting.draft_model import check_same_tokens, first_layers
 from generate import LLM
 from kv_paged import blocks_needed
-from sampling import SamplerState, draw, probabilities, process_logits
-from sampling_params import SamplingParams
+from sampling import SamplerState, SamplingParams, draw, probabilities, process_logits
 from speculative import GUESS, NgramProposer, rejection_sample, verdict
 from tokenizer import Tokenizer
 
