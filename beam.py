@@ -1,35 +1,36 @@
 """Beam search: keep the B likeliest answers so far, not the likeliest next token.
 
 The problem. The greedy token of each step need not lie on the likeliest sequence: a step that looks second best can be
-the way to a better whole.
+the way to a better answer.
 
 The idea. Hold B partial answers. Extend each by every token, add log-probabilities, keep the B best of all B x vocab
-sums. One of them may have two candidates and another none, so a step is forks and ends, nearly free with paged KV:
-candidates share their past by reference, and copy only the block they write.
+sums. One beam may have two candidates among them and another none, so a step is forks and ends. Paged KV makes both
+nearly free: a fork shares its past by reference and copies only the block it writes.
 
     scores        A -1.0 ─┬─ "cat" -1.4   kept, A goes on
                           └─ "dog" -1.6   kept, a fork of A
                   B -1.5 ─┬─ "</s>" -1.9  a finished answer, it leaves the search
-                          └─ "ran" -3.0   cut; B has no candidate and gives its blocks back
+                          └─ "ran" -3.0   dropped; B has no candidate and gives its blocks back
 
-All beams of a request must have their logits before one can be chosen over another, so a beam that is early waits; the
-scheduler sees it as a sequence with nothing to compute. Finished answers are ranked by log-probability over length. The
-search ends when no live beam can beat the B best finished ones any more, which is safe to say because a sum of
-log-probabilities only falls.
+Finished answers are ranked by log-probability over length. The search ends when no live beam can beat the B best
+finished ones any more; this is safe to say because a sum of log-probabilities only falls.
 
 Sources: Sutskever et al. 2014 (arXiv:1409.3215, section 3.2); Wu et al. 2016 (arXiv:1609.08144, section 7) for the
 division by length; vLLM (Kwon et al. 2023, section 4.4) for beams as forks of a block table.
-Left out: diverse beams, sampling inside the search, stop strings (refused: they are found in text, not in tokens).
+Left out: diverse beams, sampling inside the search, stop strings (refused: they lie in text, not in tokens).
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from request import Answer, Delta, Request
 from sampling import Sampled, SamplerState, beam_score, beam_step, process_logits, row_errors, score
+from scheduler import Sequence
 
 
 @dataclass
@@ -42,18 +43,51 @@ class Candidate:
 
 
 class BeamSearch:
-    """The search of one request: collects a row of logits per live beam, then says who goes on with what."""
+    """The search of one request: collects a row of logits for each live beam, then says who goes on with what."""
 
     def __init__(self, request: Request, first: Answer):
         self.request, self.width = request, request.params.beam_width
         self.live: dict[Answer, float] = {first: 0.0}  # beam -> its sum of log-probabilities
         self.pending: dict[Answer, torch.Tensor] = {}  # beam -> raw logits [V] of its next token
-        self.finished: list[tuple[float, list[Sampled]]] = []  # (rank score, the whole answer)
+        self.finished: list[tuple[float, list[Sampled]]] = []  # (rank score, all tokens of the answer)
 
     def offer(self, beam: Answer, logits: torch.Tensor) -> bool:
-        """Give a live beam its row; True once all beams have theirs. A beam computed again simply offers again."""
+        """Give a live beam its row; True once all beams have theirs. A beam computed again simply offers again.
+
+        No beam can be chosen over another before all have their logits, so an early beam waits; to the scheduler it is
+        a sequence with nothing to compute.
+        """
         self.pending[beam] = logits
         return len(self.pending) == len(self.live)
+
+    def advance(self, fork: Callable[[Answer], Answer], finish: Callable[[Sequence], None]) -> list[Delta]:
+        """One step of the search. Returns nothing until it ends, then each answer in one delta.
+
+        fork(beam) makes another beam with the same past, finish(sequence) gives its blocks back.
+        """
+        candidates = self.choose()
+        if not candidates and not self.finished:
+            raise ValueError("no continuation is possible: logit_bias or the structure forbids every token")
+        self.request.first_token = self.request.first_token or time.perf_counter()
+        beams: dict[Answer, Candidate] = {}
+        for candidate in candidates:  # the first goes on in its parent's sequence, the others in forks of it
+            parent = candidate.parent
+            beam = fork(parent) if parent in beams else parent
+            beam.logprobs = list(parent.logprobs)
+            beams[beam] = candidate
+        for beam in self.live:
+            if beam not in beams:
+                finish(beam.seq)
+        for beam, candidate in beams.items():
+            beam.commit(candidate.sampled.token)
+            beam.seq.tokens.append(candidate.sampled.token)
+            beam.logprobs.append(candidate.sampled)
+        self.live = {beam: candidate.score for beam, candidate in beams.items()}
+        if beams:
+            self.request.answers = list(beams)
+            return []
+        self.request.answers, deltas = self.answers()
+        return deltas
 
     def choose(self) -> list[Candidate]:
         """The candidates of this step, best first; none: the search is over. Raises ValueError for unusable logits."""
@@ -68,14 +102,13 @@ class BeamSearch:
         candidates = []
         for rank, (b, token, total) in enumerate(best):
             sampled = score(raw[b], token, self.request.params.logprobs)
-            guided = beams[b].guide
-            if token in self.request.stop_ids or (guided is not None and guided.completes(token)):
+            guide = beams[b].guide
+            if token in self.request.stop_ids or (guide is not None and guide.completes(token)):
                 if rank < self.width:
                     self._finish(beams[b], sampled, total)
             elif len(candidates) < self.width:
                 candidates.append(Candidate(beams[b], sampled, total))
-        length = beams[0].sampler.n_output + 1
-        if length == self.request.max_tokens:
+        if beams[0].sampler.n_output + 1 == self.request.max_tokens:
             for candidate in candidates:
                 self._finish(candidate.parent, candidate.sampled, candidate.score)
             return []
@@ -93,14 +126,21 @@ class BeamSearch:
         return beam_score(candidates[0].score, self.request.max_tokens) <= worst_kept
 
     def answers(self) -> tuple[list[Answer], list[Delta]]:
-        """The n best finished answers as answers of the request, and a delta for each, its whole text in one."""
-        best = sorted(self.finished, key=lambda item: -item[0])[: self.request.params.n]
+        """The n best finished answers, and a delta for each with its text in one."""
+        request = self.request
+        best = sorted(self.finished, key=lambda item: -item[0])[: request.params.n]
         answers, deltas = [], []
-        for index, (_, decided) in enumerate(best):
-            answer = Answer(self.request, index, None, SamplerState(self.request.params, self.request.prompt_ids))
-            deltas.append([answer.accept(sampled) for sampled in decided])
+        for index, (_, tokens) in enumerate(best):
+            sequence = Sequence(list(request.prompt_ids), request.max_tokens)
+            guide = request.guide and request.guide.fork()
+            answer = Answer(request, index, sequence, SamplerState(request.params, request.prompt_ids), guide)
+            parts = []
+            for sampled in tokens:
+                sequence.tokens.append(sampled.token)
+                parts.append(answer.accept(sampled))
             answers.append(answer)
-        return answers, [merged(parts) for parts in deltas]
+            deltas.append(merged(parts))
+        return answers, deltas
 
 
 def merged(parts: list[Delta]) -> Delta:

@@ -46,9 +46,8 @@ from benchmarks import size as bench_size
 from benchmarks.lab import decode, prefill_rate
 from benchmarks.peers import medians
 from benchmarks.roofline import decode_floor, read_bandwidth
-from cli import add_engine_flags, engine_arguments, engine_rules
 from formats.command_line import as_command, flag, given, refuse_unused
-from generate import LLM
+from generate import LLM, add_engine_flags, engine_arguments, engine_rules
 from kv_paged import blocks_needed
 
 SCORING = (  # what of the engine a perplexity depends on: one prompt is computed, and nothing is drawn

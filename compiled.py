@@ -1,30 +1,18 @@
-"""Compiled decode: trade many small calls for few, and compile as little as possible.
+"""Runners: the model as it is, compiled, captured.
 
 The problem. A small model's decode step is a few milliseconds of arithmetic under hundreds of operations, and each
-operation pays for Python, dispatch and launch before it computes anything. Compilers and captured graphs remove that,
-but compiling thirty layers as one graph takes over a minute, and a new graph for every prompt length never ends.
+operation pays for Python, dispatch and launch before it computes anything.
 
-Two ideas, and which one pays depends on who does the arithmetic.
+Two ideas; which one pays depends on who does the arithmetic.
 
-1. Compile one layer (torch.compile), for layers that consist of torch operations: dense weights, or the reference
-   kernels. ONE decoder layer is compiled and run for all of them, since layers differ only in their weights, which are
-   inputs of the graph. The number of rows T is the only size that matters, and it is a symbol, so two graphs serve
-   every batch, prompt length and context length (a model whose layers alternate between windows has two of each):
+1. Compile one layer, where layers consist of torch operations (dense weights). ONE decoder layer is compiled and run
+   for all, since layers differ only in their weights, which are inputs of the graph. The number of rows T is a symbol,
+   so two graphs (T = 1 and T > 1) serve every batch, prompt length and context length.
+2. Capture the decode step, where layers are native kernels: record its kernel calls once and replay them as one. On a
+   GPU that is a CUDA graph, on a CPU a tape of C++ calls (native/tape.py). A recording has fixed sizes and addresses:
+   one for each bucket of batch sizes, fed through static buffers, with padding rows up to the bucket:
 
-       T = 1   one sequence decodes: the commonest step, worth its own code
-       T > 1   everything else: prefill, chunks, mixed batches
-
-2. Capture the decode step, for layers that are native kernels already and leave a compiler nothing to fuse: record the
-   step's kernel calls once and replay them as one. On a GPU that is a CUDA graph, on a CPU a tape of C++ calls
-   (kernels.record), whose worker threads go from one kernel to the next without returning to Python. A recording has
-   fixed sizes and fixed addresses: one for each bucket of batch sizes, fed through static buffers. Rows between the
-   batch and its bucket are padding; they compute rubbish, write it to block 0, which nobody owns, and are cut off.
-
-       batch of 5 -> bucket 8:  rows 5, 6, 7 have slot 0, context length 1, block table 0
-
-A replay is cheap to record on a CPU, so there every batch size is a bucket of its own and nothing is padded. A sequence
-that computes several tokens (a short prompt, the check of guesses) is replayed too, as several sequences of one token
-over the same pages: every layer writes the keys of all rows before the first row looks at any.
+       batch of 5 -> bucket 8:  rows 5, 6, 7 have slot 0, context length 1, block table 0: they write to block 0
 
 Sources: gpt-fast for compiling the decode step, torch's regional compilation recipe for the single layer, vLLM and
 TensorRT-LLM for graphs per batch bucket. Left out: compiling the prefill for fixed lengths, whole-model graphs.
@@ -47,21 +35,53 @@ from model import Batch, DecoderLayer, Transformer, padding_batch
 GPU_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
-class LayerCompiler:
-    """A torch.compile backend that counts its graphs, times them, and says so while the user waits.
+class ModelRunner:
+    """Runs a model over batches of one pool. This one calls the layers as they are; the others below do better.
 
-    `backend` does the work: "inductor", or "eager" to count graphs without compiling them. Where it cannot (on a CPU it
-    wants a C++ compiler), that is said and the graph runs as it is: slower, with the same result.
+    states: [R, hidden], what the logits of the last run were made of (a draft head guesses from them).
     """
 
-    def __init__(self, backend: str = "inductor", quiet: bool = False):
-        self.compile_graph = torch._dynamo.lookup_backend(backend)
-        self.quiet, self.graphs, self.seconds = quiet, 0, 0.0
+    graphs_compiled = steps_captured = 0
+    seconds = 0.0  # spent compiling and capturing
 
-    def __call__(self, graph: torch.fx.GraphModule, example_inputs: list) -> Callable:
-        self.graphs += 1
+    def __init__(self, model: Transformer, kv, run_layer: Callable = DecoderLayer.forward):
+        self.model, self.kv, self.run_layer = model, kv, run_layer
+        self.states: torch.Tensor | None = None
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """float32 logits [R, vocab] of the wanted rows."""
+        self.states = self.model.hidden(batch, self.kv, self.run_layer)
+        return self.model.logits(self.states)
+
+
+class CompiledRunner(ModelRunner):
+    """Runs layers compiled; counts and times the graphs, and says so while the user waits.
+
+    `backend` does the work: "inductor", or "eager" to count graphs without compiling them. Where it cannot (on a CPU it
+    needs a C++ compiler), a line says so and the graph runs as it is: slower, with the same result.
+    """
+
+    def __init__(self, model: Transformer, kv, backend: str = "inductor", quiet: bool = False):
+        super().__init__(model, kv, self.compiled_layer)
+        self.compile_graph = torch._dynamo.lookup_backend(backend)
+        self.quiet = quiet
+        # torch.compile keeps its graphs with the code object and allows it eight: each model gets its own copy of it.
+        source = DecoderLayer.forward
+        layer = FunctionType(source.__code__.replace(co_name=f"layer_{id(self)}"), source.__globals__)
+        self.layer = torch.compile(layer, fullgraph=True, backend=self.compile)
+        self.marked = set()  # kinds of step that have their graph; marking costs more than the call, so it is done once
+
+    def compiled_layer(self, layer: DecoderLayer, x: torch.Tensor, *inputs) -> torch.Tensor:
+        kind = (x.shape[0] == 1, layer.window)
+        if kind not in self.marked:
+            self.marked.add(kind)
+            mark_sizes(x, *inputs)
+        return self.layer(layer, x, *inputs)
+
+    def compile(self, graph: torch.fx.GraphModule, example_inputs: list) -> Callable:
+        self.graphs_compiled += 1
         if not self.quiet:
-            print(f"compiling decoder layer, graph {self.graphs} ...", end="", file=sys.stderr, flush=True)
+            print(f"compiling decoder layer, graph {self.graphs_compiled} ...", end="", file=sys.stderr, flush=True)
         start = time.perf_counter()
         try:
             compiled = self.compile_graph(graph, example_inputs)
@@ -69,29 +89,10 @@ class LayerCompiler:
             cause = str(error).strip().partition("\n")[0]
             print(f"\ncompile: {cause}\ncompile: running the layer uncompiled instead", file=sys.stderr)
             return graph.forward
-        taken = time.perf_counter() - start
-        self.seconds += taken
+        self.seconds += time.perf_counter() - start
         if not self.quiet:
-            print(f" {taken:.1f} s", file=sys.stderr, flush=True)
+            print(f" {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
         return compiled
-
-    def install(self, model: Transformer) -> None:
-        """Have `model` run its layers compiled from now on."""
-        # torch.compile keeps its graphs with the code object and allows it eight: each model gets its own copy of it.
-        source = DecoderLayer.forward
-        copy = FunctionType(source.__code__.replace(co_name=f"layer_{id(self)}"), source.__globals__)
-        run = torch.compile(copy, fullgraph=True, backend=self)
-
-        marked = set()  # kinds of step that have their graph; marking costs more than the call, so it is done once
-
-        def run_layer(layer, x, *inputs):
-            kind = (x.shape[0] == 1, layer.window)
-            if kind not in marked:
-                marked.add(kind)
-                mark_sizes(x, *inputs)
-            return run(layer, x, *inputs)
-
-        model.run_layer = run_layer
 
 
 def mark_sizes(x, positions, cos_sin, k_cache, v_cache, slot_mapping, block_tables, query_start, context_lens) -> None:
@@ -104,28 +105,41 @@ def mark_sizes(x, positions, cos_sin, k_cache, v_cache, slot_mapping, block_tabl
             torch._dynamo.mark_dynamic(tensor, dim)
 
 
-class DecodeGraphs:
+class CapturedRunner(ModelRunner):
     """Replays captured decode steps (every sequence computes one token) for batches of any size up to the last bucket.
 
     `capture(run)` calls run() once or more and returns its output and what computes that output anew in its place.
     Anything that can call `run` again is a valid stand-in, which is how the padding is tested without a GPU.
+    inner: runs what is captured, and every batch that has no bucket.
     """
 
-    def __init__(self, model: Transformer, kv, buckets: Sequence[int], max_blocks: int, capture: Callable):
-        self.model, self.kv, self.capture, self.device = model, kv, capture, model.norm.device
+    def __init__(self, inner: ModelRunner, buckets: Sequence[int], max_blocks: int, capture: Callable):
+        super().__init__(inner.model, inner.kv)
+        self.inner, self.capture, self.device = inner, capture, inner.model.norm.device
         self.buckets, self.max_blocks = sorted(buckets), max_blocks
         self.recorded: dict[int, tuple[Batch, torch.Tensor, torch.Tensor, Callable]] = {}
-        self.seconds = 0.0  # spent recording
+        self.capture_s = 0.0
 
-    def __call__(self, batch: Batch) -> torch.Tensor:
-        """float32 logits [R, vocab]: replayed if the rows fit into a bucket, else computed as always.
+    @property
+    def graphs_compiled(self) -> int:
+        return self.inner.graphs_compiled
 
-        Replayed logits, and the model's `states` beside them, are overwritten by the next replay.
-        """
+    @property
+    def steps_captured(self) -> int:
+        return len(self.recorded)
+
+    @property
+    def seconds(self) -> float:
+        return self.inner.seconds + self.capture_s
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """As ModelRunner.run; replayed logits and `states` are overwritten by the next replay."""
         rows, wanted = len(batch.tokens), None
         if rows > self.buckets[-1]:
-            return self.model(batch, self.kv)
-        if not batch.one_each:
+            logits = self.inner.run(batch)
+            self.states = self.inner.states
+            return logits
+        if not batch.one_each:  # a short prompt, or guesses to check: see one_token_each
             wanted = batch.logit_rows
             batch = one_token_each(batch)
         bucket = self.buckets[bisect_left(self.buckets, rows)]
@@ -143,28 +157,30 @@ class DecodeGraphs:
             target[:rows] = source[:rows]
         replay()
         chosen = slice(rows) if wanted is None or len(wanted) == rows else wanted
-        self.model.states = states[chosen]
+        self.states = states[chosen]
         return logits[chosen]
 
     def record(self, bucket: int) -> tuple[Batch, torch.Tensor, torch.Tensor, Callable]:
         start = time.perf_counter()
-
         static = padding_batch(bucket, self.device, self.max_blocks)
         states = torch.empty(bucket, self.model.config.hidden_size, dtype=self.model.dtype, device=self.device)
 
         def run() -> torch.Tensor:
-            logits = self.model(static, self.kv)
-            states.copy_(self.model.states)
+            logits = self.inner.run(static)
+            states.copy_(self.inner.states)
             return logits
 
         logits, replay = self.capture(run)
         self.recorded[bucket] = static, logits, states, replay
-        self.seconds += time.perf_counter() - start
+        self.capture_s += time.perf_counter() - start
         return self.recorded[bucket]
 
 
 def one_token_each(batch: Batch) -> Batch:
-    """The same rows as sequences of one token each, which share their pages."""
+    """The same rows as sequences of one token each, which share their pages.
+
+    That is the same computation, for every layer writes the keys of all rows before the first row looks at any.
+    """
     rows, starts = len(batch.tokens), batch.query_start.tolist()
     owner = [s for s, (first, end) in enumerate(pairwise(starts)) for _ in range(first, end)]  # sequence of each row
     every = torch.arange(rows + 1, device=batch.tokens.device)

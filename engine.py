@@ -5,22 +5,19 @@ may depend on what else was running.
 
 The idea is the whole engine: catch up. A sequence knows its tokens and how many of them are in the cache. A step is
 
-    schedule   which sequences compute how many of their missing tokens                 (scheduler.py)
-    lay out    those tokens as one flat run, with positions, slots and page tables      (layout.py)
-    run        the model once over the run                                             (model.py)
-    sample     wherever the last known token of a sequence was computed                (sampling.py)
-    accept     the new token: text, stop, end; finished sequences give back their blocks (request.py)
+    extend     guesses and forced tokens become ordinary tokens that are not computed yet  (drafts.py)
+    schedule   which sequences compute how many of their missing tokens                    (scheduler.py)
+    lay out    those tokens as one flat run, with positions, slots and page tables         (here)
+    run        the model once over the run                                                 (model.py, compiled.py)
+    decide     the next token wherever the last known one was computed                     (sampling.py)
+    accept     it: text, stop, end; finished sequences give back their blocks              (request.py)
 
-and nothing asks which "mode" it is in. Guesses and forced tokens are carried at the end of a sequence and computed like
-known ones; as long as the token comes out that stands there, the next row holds good too (drafts.py). Parallel answers
-(n > 1) are one sequence until its prompt is computed; the row of logits that follows is sampled n times and n - 1 forks
-share the prompt's blocks. A beam search is the same with another answer among the candidates (beam.py).
+and nothing asks which "mode" it is in. Parallel answers (n > 1) are one sequence until its prompt is computed; the row
+of logits that follows is sampled n times, and n - 1 forks share the prompt's blocks. Who decides is a list: prompts are
+scored, beams are searched (beam.py), all other rows are sampled.
 
-Failures stay where they belong: a request that is wrong is refused before it is queued, a row of bad logits ends its
-own request, a step that raises ends the requests in it. The others go on, and every block is accounted for.
-
-Sources: Orca (Yu et al. 2022, section 4), vLLM (Kwon et al. 2023, section 4). Left out: threads; the engine is driven
-by whoever calls step().
+Sources: Orca (Yu et al. 2022, section 4) and vLLM (Kwon et al. 2023, section 4; 4.3 for slots and block tables).
+Left out: threads; the engine is driven by whoever calls step().
 """
 
 from __future__ import annotations
@@ -29,18 +26,18 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Hashable, Iterable
+from typing import NamedTuple
 
 import torch
 
 import kernels
-from beam import BeamSearch, Candidate
-from drafting.budget import Speculator
-from drafts import Drafts, note, rows_to_read
+from beam import BeamSearch
+from compiled import ModelRunner
+from drafts import Drafts
+from formats.command_line import warn
 from guided import Guides
-from kv_paged import KVCache, blocks_needed
-from layout import build_batch
-from model import Batch, Transformer
-from overlap import Overlap
+from kv_paged import blocks_needed
+from model import Batch
 from request import Answer, Delta, Request
 from sampling import Sampled, SamplerState, SamplingParams, prompt_logprobs, sample
 from scheduler import Scheduler, Sequence, Step
@@ -48,33 +45,41 @@ from speculative import verdict
 from tokenizer import Tokenizer
 
 
+class Computed(NamedTuple):
+    """An entry of a step that has logits: those of `positions` are the rows from `row` on."""
+
+    answer: Answer
+    positions: range
+    row: int
+
+    @property
+    def last(self) -> int:
+        return self.row + len(self.positions) - 1
+
+
 class Engine:
     """Runs requests to their end, a step at a time. Not thread-safe: one thread adds, steps and aborts."""
 
     def __init__(
         self,
-        model: Transformer,
-        kv: KVCache,
+        runner: ModelRunner,
         scheduler: Scheduler,
         tokenizer: Tokenizer,
         eos_token_ids: frozenset[int],
         seed: int = 0,
         trace: Callable[[str], None] | None = None,
         jump_forward: bool = True,
-        speculator: Speculator | None = None,
-        overlap: bool = False,
     ):
-        self.model, self.kv, self.tokenizer = model, kv, tokenizer
-        self.eos_token_ids, self.trace = eos_token_ids, trace
-        self.device = model.norm.device
-        self.run_model: Callable[[Batch], torch.Tensor] = lambda batch: model(batch, kv)
+        self.runner, self.model, self.kv = runner, runner.model, runner.kv
+        self.scheduler, self.tokenizer, self.eos_token_ids, self.trace = scheduler, tokenizer, eos_token_ids, trace
+        self.device = self.model.norm.device
         self.seeds = random.Random(seed)  # for requests that bring none
         self.ids = itertools.count()
         self.requests: dict[int, Request] = {}
-        self.guides = Guides(tokenizer, model.config.vocab_size, eos_token_ids, jump_forward)
-        self.drafts = Drafts(scheduler, speculator)
-        self.overlap = Overlap(self) if overlap else None
-        self.rows: dict[Answer, int] = {}  # of the last step: where the latest token of each was drawn, for who guesses
+        self.guides = Guides(tokenizer, self.model.config.vocab_size, eos_token_ids, jump_forward)
+        self.drafts = Drafts()
+        self.deciders = (self.score_prompts, self.search_beams, self.draw_tokens)
+        self.rows: dict[Answer, int] = {}  # of the last step: where the latest token of each was drawn
 
     # -- requests come and go
 
@@ -87,7 +92,40 @@ class Engine:
         namespace: Hashable = None,
     ) -> Request:
         """Queue a request. Raises ValueError, with nothing queued, if it could never be served."""
-        vocab, context = self.model.config.vocab_size, self.scheduler.max_model_len
+        self._check(prompt_ids, params, priority, namespace)
+        scheduler = self.scheduler
+        context = max(scheduler.max_model_len - len(prompt_ids), 1)  # the scheduler refuses a prompt that is too long
+        pool = max(scheduler.pool.total * scheduler.block_size + 1 - len(prompt_ids), 1)  # the last token needs no slot
+        limit = min(context, pool) if params.max_tokens is None else min(params.max_tokens, context)
+        if params.beam_width:
+            self._check_beams(params, len(prompt_ids) + limit)
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+        guide = self.guides.answer(params, prompt_ids)
+        request = Request(next(self.ids), list(prompt_ids), params, limit, stop_ids, self.tokenizer, prompt, guide)
+        seq = request.seq = Sequence(
+            list(prompt_ids),
+            max(limit, 1),
+            priority=priority,
+            arrival=request.arrival,
+            namespace=None if namespace is None else (type(namespace), namespace),  # 1, True and 1.0 are equal
+            read_cache=params.prompt_logprobs is None,  # a cached prompt token has no logits to score
+        )
+        scheduler.add(seq)
+        seed = self.seeds.getrandbits(63) if params.seed is None else params.seed
+        sampler = SamplerState(params, prompt_ids, 0, seed, sorted(self.eos_token_ids))
+        seq.answer = Answer(request, 0, seq, sampler, guide and guide.fork())
+        request.answers.append(seq.answer)
+        if params.beam_width and limit:
+            request.search = BeamSearch(request, seq.answer)
+        self.requests[request.id] = request
+        return request
+
+    def abort(self, request: Request) -> list[Delta]:
+        """Stop a request wherever it is; its blocks are free at once. Finished or unknown: nothing happens."""
+        return self._end(request, "abort") if self.requests.get(request.id) is request else []
+
+    def _check(self, prompt_ids: list[int], params: SamplingParams, priority: int, namespace: Hashable) -> None:
+        vocab = self.model.config.vocab_size
         if not prompt_ids:
             raise ValueError("prompt is empty: give at least one token (this tokenizer adds no BOS of its own)")
         for token in prompt_ids:
@@ -102,50 +140,18 @@ class Engine:
         except TypeError:
             raise ValueError(f"namespace={namespace!r}: must be hashable, such as a text") from None
         params.check_vocab(vocab)
-        room = max(context - len(prompt_ids), 1)  # a prompt that is too long is the scheduler's to refuse
-        held = self.scheduler.pool.total * self.scheduler.block_size  # tokens; the last one of an answer needs no place
-        fits = min(room, max(held + 1 - len(prompt_ids), 1))
-        limit = fits if params.max_tokens is None else min(params.max_tokens, room)
-        self._check_beams(params, len(prompt_ids) + limit)
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
-        request = Request(next(self.ids), list(prompt_ids), params, limit, stop_ids, self.tokenizer, prompt)
-        request.guide = self.guides.answer(params, prompt_ids)
-        seq = Sequence(
-            list(prompt_ids),
-            max(limit, 1),
-            priority=priority,
-            arrival=request.arrival,
-            namespace=None if namespace is None else (type(namespace), namespace),  # 1, True and 1.0 are equal
-            read_cache=params.prompt_logprobs is None,  # a cached prompt token has no logits to score
-        )
-        self.scheduler.add(seq)
-        seed = self.seeds.getrandbits(63) if params.seed is None else params.seed
-        state = SamplerState(params, prompt_ids, 0, seed, sorted(self.eos_token_ids))
-        seq.answer = Answer(request, 0, seq, state)
-        request.seq = seq
-        request.answers.append(seq.answer)
-        if params.beam_width:
-            request.beams = BeamSearch(request, seq.answer)
-        self.requests[request.id] = request
-        return request
-
-    def abort(self, request: Request) -> list[Delta]:
-        """Stop a request wherever it is; its blocks are free at once. Finished or unknown: nothing happens."""
-        return self._end(request, "abort") if self.requests.get(request.id) is request else []
 
     def _check_beams(self, params: SamplingParams, length: int) -> None:
         """All beams of a search must run side by side, or those in the pool would wait for those outside it."""
-        if params.beam_width is None:
-            return
         if params.stop:
             raise ValueError(f"stop={params.stop} with beam_width: a beam search ends at tokens; use stop_token_ids")
         scheduler = self.scheduler
         needed = params.beam_width * blocks_needed(length, scheduler.block_size)
         if params.beam_width > scheduler.max_num_seqs or needed > scheduler.pool.total:
             raise ValueError(
-                f"beam_width={params.beam_width} at {length} tokens needs as many seats and {needed} blocks; there are "
-                f"max_num_seqs={scheduler.max_num_seqs} and {scheduler.pool.total} blocks: lower beam_width or "
-                "max_tokens, or raise max_num_seqs or --kv-memory"
+                f"beam_width={params.beam_width} at {length} tokens needs as many batch slots and {needed} blocks; "
+                f"there are max_num_seqs={scheduler.max_num_seqs} and {scheduler.pool.total} blocks: lower beam_width "
+                "or max_tokens, or raise max_num_seqs or --kv-memory"
             )
 
     @property
@@ -153,21 +159,12 @@ class Engine:
         return self.scheduler.has_unfinished()
 
     @property
-    def scheduler(self) -> Scheduler:
-        """Who decides what is computed; may be exchanged while nothing runs."""
-        return self.drafts.scheduler
-
-    @scheduler.setter
-    def scheduler(self, scheduler: Scheduler) -> None:
-        self.drafts.scheduler = scheduler
-
-    @property
-    def speculator(self) -> Speculator | None:
-        """Who guesses; may be exchanged between two steps."""
+    def speculator(self):
+        """Who guesses (drafting/budget.py); may be exchanged between two steps."""
         return self.drafts.speculator
 
     @speculator.setter
-    def speculator(self, speculator: Speculator | None) -> None:
+    def speculator(self, speculator) -> None:
         self.drafts.speculator = speculator
 
     # -- one step
@@ -178,211 +175,169 @@ class Engine:
         kernels.use_device(self.device)
         deltas: list[Delta] = []
         try:
-            if self.overlap is None:
-                deltas += self.run(*self.plan())
-            else:
-                self.overlap.step(deltas)
-        except Exception as error:  # not in the model's part of the step, so nobody's place in the plan can be trusted
-            if self.overlap is not None:
-                self.overlap.land()
-            deltas += self.fail(self.requests.values(), error)
+            self.advance(deltas)
+        except Exception as error:  # outside the model's part of a step, so no entry of its plan can be trusted
+            self.discard()
+            self.fail(self.requests.values(), error, deltas)
             self.scheduler.drop_cache()
         return deltas
 
-    def plan(self) -> tuple[Step, list[Answer]]:
-        """Choose the next step; also the answers that carry a draft."""
-        drafted = self.drafts.append()
+    def advance(self, deltas: list[Delta]) -> None:
+        """One step, in the order of the docstring above; overlap.py has another. An end is in `deltas` at once."""
+        step = self.plan()
+        if step.entries:
+            self.run(step, self.rows_wanted(step), None, deltas)
+
+    def discard(self) -> None:
+        """Forget a step that is on its way; here there is none."""
+
+    def plan(self) -> Step:
+        self.drafts.extend(self.scheduler.running)
         self.rows.clear()
         step = self.scheduler.schedule()
-        self.drafts.drop_unscheduled(step, drafted)
+        self.drafts.trim(step, self.scheduler)
         if self.trace:
             try:
                 self.trace(step.describe())
             except Exception as error:
-                note(f"the trace is switched off: {type(error).__name__}: {error}")
+                warn(f"the trace is switched off: {type(error).__name__}: {error}")
                 self.trace = None
-        return step, drafted
+        return step
 
-    def run(
-        self, step: Step, drafted: list[Answer], rows: list[range] | None = None, batch: Batch | None = None
-    ) -> list[Delta]:
-        """Compute a planned step, which may be laid out already, draw what is to be drawn, and accept it."""
-        if not step.entries:
-            return []
-        deltas: list[Delta] = []
+    def run(self, step: Step, rows: list[range], batch: Batch | None, deltas: list[Delta]) -> None:
+        """Compute a planned step, which may be laid out already, and decide what follows."""
         try:
             self.kv.apply(step)
-            rows = self.wanted_rows(step) if rows is None else rows
-            logits = self.run_model(self.lay_out(step, rows) if batch is None else batch)
+            logits = self.runner.run(self.lay_out(step, rows) if batch is None else batch)
             self.scheduler.computed(step)
-            searches, ready = self._read_logits(step, rows, logits, deltas)
-            while ready:
-                results = self.pick(ready, logits)
-                ready = [r for r, result in zip(ready, results, strict=True) if self.accept(r[0], result, deltas)]
+            computed, row = [], 0
+            for (seq, _), positions in zip(step.entries, rows, strict=True):
+                if positions:
+                    computed.append(Computed(seq.answer, positions, row))
+                row += len(positions)
+            for decide in self.deciders:
+                decide(computed, logits, deltas)
+            self.drafts.observe()
         except Exception as error:  # whatever went wrong, it went wrong for the requests of this step
             self.scheduler.fail(step)
-            return deltas + self.fail([seq.answer.request for seq, _ in step.entries], error)
-        self.drafts.observe(drafted)
-        for request in searches:
-            try:
-                deltas += self._advance_beams(request)
-            except Exception as error:
-                deltas += self.fail([request], error)
-        return deltas
+            self.fail([seq.answer.request for seq, _ in step.entries], error, deltas)
+
+    def rows_wanted(self, step: Step) -> list[range]:
+        """For each entry the positions whose logits are needed."""
+        return [seq.answer.rows_wanted(seq.num_computed + n) for seq, n in step.entries]
 
     def lay_out(self, step: Step, rows: list[range]) -> Batch:
-        """The batch of a step; `rows` as `wanted_rows` has them."""
-        return build_batch(step, rows, self.scheduler.block_size, self.model.norm.device)
+        return lay_out(step, rows, self.scheduler.block_size, self.model.norm.device)
 
-    def wanted_rows(self, step: Step) -> list[range]:
-        """For each entry, the positions whose logits are needed: the last known token, a draft, a prompt to score."""
-        wanted = []
-        for seq, n in step.entries:
-            start, end, request = seq.num_computed, seq.num_computed + n, seq.answer.request
-            first = (end - 1 if end == len(seq.tokens) else end) - rows_to_read(seq.answer)
-            if request.params.prompt_logprobs is not None and seq.answer.index == 0:
-                scored = len(request.prompt_logprobs) - 1  # rows used so far: row p scores token p + 1
-                if scored < min(end, seq.num_prompt - 1):
-                    first = min(first, max(start, scored))
-            wanted.append(range(first, end))
-        return wanted
+    # -- who decides: each reads the rows of its own kind
 
-    def _read_logits(
-        self, step: Step, rows: list[range], logits: torch.Tensor, deltas: list[Delta]
-    ) -> tuple[list[Request], list[tuple]]:
-        """Score prompts (one that cannot be is an end, in `deltas`), fork parallel answers, and see who has caught up.
+    def score_prompts(self, computed: list[Computed], logits: torch.Tensor, deltas: list[Delta]) -> None:
+        for answer, positions, row in computed:
+            request = answer.request
+            if request.params.prompt_logprobs is not None and answer.index == 0:
+                try:
+                    request.score_prompt(positions, logits[row : row + len(positions)])
+                except ValueError as error:
+                    self._end(request, "error", str(error), deltas)
 
-        Returns the beam searches that now have all their logits, and (answer, its last row) of everyone else.
-        """
-        searches, ready, row = [], [], 0
-        for (seq, _), wanted in zip(step.entries, rows, strict=True):
-            answer, request, start = seq.answer, seq.answer.request, row
-            row += len(wanted)
-            if request.params.prompt_logprobs is not None and wanted:
-                bad = self._score_prompt(request, wanted, logits[start:row])
-                if bad is not None:
-                    deltas += self._end(request, "error", str(bad))
-                    continue
-            if seq.num_new == 0 and request.beams is not None and request.max_tokens > 0:
-                if request.beams.offer(answer, logits[row - 1].clone()):
-                    searches.append(request)
-            elif seq.num_new == 0 and answer.finish_reason is None:
-                caught_up = [answer]
-                while len(request.answers) < request.width:
-                    caught_up.append(self._fork(request, seq))
-                ready += [(each, row - 1) for each in caught_up]
-        return searches, ready
+    def search_beams(self, computed: list[Computed], logits: torch.Tensor, deltas: list[Delta]) -> None:
+        for each in computed:
+            request, search = each.answer.request, each.answer.request.search
+            if search is None or each.answer.seq.num_new or request.finished:
+                continue
+            try:
+                if search.offer(each.answer, logits[each.last].clone()):
+                    deltas += search.advance(lambda beam, request=request: self.fork(beam), self.scheduler.finish)
+                    self._close_if_finished(request)
+            except Exception as error:
+                self.fail([request], error, deltas)
+
+    def draw_tokens(self, computed: list[Computed], logits: torch.Tensor, deltas: list[Delta]) -> None:
+        """Where the last known token was computed: sample, check the draft against it, accept, and go on behind it."""
+        ready: list[tuple[Answer, int]] = []  # and the last row of each
+        for each in computed:
+            answer, request = each.answer, each.answer.request
+            if answer.seq.num_new == 0 and request.search is None and answer.finish_reason is None:
+                ready.append((answer, each.last))
+                ready += [(self.fork(answer), each.last) for _ in range(request.width - len(request.answers))]
+        while ready:
+            results = self.pick(ready, logits)
+            ready = [r for r, result in zip(ready, results, strict=True) if self.accept(r[0], result, deltas)]
 
     def pick(self, ready: list[tuple[Answer, int]], logits: torch.Tensor) -> list[Sampled | ValueError]:
         """The next token of each answer: the forced one, or drawn from its row. A draft's rows end at the last one."""
-        results: list[Sampled | ValueError | None] = [None] * len(ready)
-        drawn, rows = [], []
-        for i, (answer, last) in enumerate(ready):
-            row, params = last - answer.seq.num_draft, answer.request.params
-            self.rows[answer] = row
+        results: dict[Answer, Sampled | ValueError] = {}
+        drawn = []
+        for answer, last in ready:
+            row = self.rows[answer] = last - answer.seq.num_draft
             if not answer.forced:
-                drawn.append(i)
-                rows.append(row)
-            elif params.scored:
-                (results[i],) = prompt_logprobs(logits[row : row + 1], answer.forced[:1], params.logprobs or 0)
+                drawn.append(answer)
+            elif answer.request.params.scored:
+                k = answer.request.params.logprobs or 0
+                (results[answer],) = prompt_logprobs(logits[row : row + 1], answer.forced[:1], k)
             else:
-                results[i] = Sampled(answer.forced[0])
+                results[answer] = Sampled(answer.forced[0])
         if drawn:
-            answers = [ready[i][0] for i in drawn]
-            masks = [answer.guide and answer.guide.mask() for answer in answers]
-            sampled = sample(logits, [answer.sampler for answer in answers], masks, rows)
-            for i, answer, row, mask, result in zip(drawn, answers, rows, masks, sampled, strict=True):
+            masks = [answer.guide and answer.guide.mask() for answer in drawn]
+            rows = [self.rows[answer] for answer in drawn]
+            sampled = sample(logits, [answer.sampler for answer in drawn], masks, rows)
+            for answer, row, mask, result in zip(drawn, rows, masks, sampled, strict=True):
                 if answer.seq.num_draft and answer.guess_probs and isinstance(result, Sampled):
-                    result = verdict(answer, logits[row].float(), answer.seq.tokens[-answer.seq.num_draft], mask)
-                results[i] = result
-        return results
+                    guess = answer.seq.tokens[-answer.seq.num_draft]
+                    result = verdict(answer, logits[row].float(), guess, mask)
+                results[answer] = result
+        return [results[answer] for answer, _ in ready]
 
-    def _advance_beams(self, request: Request) -> list[Delta]:
-        """One step of a search: candidates go on or are forked off, beams without one end, and so may the search."""
-        search = request.beams
-        candidates = search.choose()
-        if not candidates and not search.finished:
-            raise ValueError("no continuation is possible: logit_bias or the structure forbids every token")
-        request.first_token = request.first_token or time.perf_counter()
-        beams: dict[Answer, Candidate] = {}
-        for candidate in candidates:  # the first candidate goes on in its parent's sequence, the others in forks of it
-            beam = self._fork(request, candidate.parent.seq) if candidate.parent in beams else candidate.parent
-            beam.logprobs = list(candidate.parent.logprobs)
-            beams[beam] = candidate
-        for beam in search.live:
-            if beam not in beams:
-                self.scheduler.finish(beam.seq)
-        for beam, candidate in beams.items():
-            beam.commit(candidate.sampled.token)
-            beam.seq.tokens.append(candidate.sampled.token)
-            beam.logprobs.append(candidate.sampled)
-        search.live = {beam: candidate.score for beam, candidate in beams.items()}
-        if beams:
-            request.answers = list(beams)
-            return []
-        request.answers, deltas = search.answers()
-        self._close_if_finished(request)
-        return deltas
-
-    def accept(self, answer: Answer, result: Sampled | ValueError, deltas: list[Delta], appended: bool = False) -> bool:
-        """Give a answer its token. Returns whether its draft had it, so that its next row holds good too.
+    def accept(self, answer: Answer, result: Sampled | ValueError, deltas: list[Delta]) -> bool:
+        """Give an answer its token. Returns whether its draft had it, so that its next row holds good too.
 
         Whatever goes wrong here is the fault of this request alone.
         """
-        request, seq = answer.request, answer.seq
+        request = answer.request
         if answer.finish_reason is not None:  # a sibling's bad row ended the request a moment ago
             return False
         if request.max_tokens == 0 or isinstance(result, Exception):
-            deltas += (
-                self._end(request, "length") if request.max_tokens == 0 else self._end(request, "error", str(result))
-            )
+            reason, error = ("length", None) if request.max_tokens == 0 else ("error", str(result))
+            self._end(request, reason, error, deltas)
             return False
         try:
+            right = self.drafts.settle(answer, result.token, self.scheduler)
             deltas.append(answer.accept(result))
         except Exception as error:
-            deltas += self.fail([request], error)
+            self.fail([request], error, deltas)
             return False
         request.first_token = request.first_token or time.perf_counter()
-        if self.drafts.settle(answer, result.token):
-            return True
-        if not appended:
-            seq.tokens.append(result.token)
-        if answer.finish_reason is not None:
-            self.scheduler.finish(seq)
-            self._close_if_finished(request)
+        if answer.forced:
+            self.drafts.jumping.add(answer)
+        if answer.finish_reason is None:
+            return right
+        self.scheduler.truncate(answer.seq, len(answer.seq.tokens) - answer.seq.num_draft)
+        self.scheduler.finish(answer.seq)
+        self._close_if_finished(request)
         return False
 
-    def _score_prompt(self, request: Request, wanted: range, logits: torch.Tensor) -> ValueError | None:
-        """Row p of the prompt says how likely its token p + 1 was. Returns what is wrong with a row of them, if any."""
-        done = len(request.prompt_logprobs)
-        positions = [p for p in wanted if done <= p + 1 < len(request.prompt_ids)]
-        if positions:
-            rows = logits[positions[0] - wanted.start : positions[-1] + 1 - wanted.start]
-            targets = [request.prompt_ids[p + 1] for p in positions]
-            scores = prompt_logprobs(rows, targets, request.params.prompt_logprobs)
-            bad = next((s for s in scores if isinstance(s, Exception)), None)
-            if bad is not None:
-                return bad
-            request.prompt_logprobs += scores
-        return None
-
-    def _fork(self, request: Request, seq: Sequence) -> Answer:
-        """One more parallel answer from the same computed prompt; it shares all blocks until it writes."""
-        child = self.scheduler.fork(seq)
-        index = len(request.answers)
-        child.answer = seq.answer.fork(index, child)
+    def fork(self, answer: Answer) -> Answer:
+        """One more answer with the same past; it shares all blocks until it writes."""
+        request = answer.request
+        child = self.scheduler.fork(answer.seq)
+        child.answer = answer.fork(len(request.answers), child)
         request.answers.append(child.answer)
         return child.answer
 
-    def fail(self, requests: Iterable[Request], error: Exception) -> list[Delta]:
+    # -- ends
+
+    def fail(self, requests: Iterable[Request], error: Exception, deltas: list[Delta]) -> None:
         """End requests with the cause; one that is named more than once, for its several answers, ends once."""
         cause, requests = f"{type(error).__name__}: {error}", list(dict.fromkeys(requests))
-        note(f"{len(requests)} request(s) failed: {cause}")
-        return [delta for request in requests for delta in self._end(request, "error", cause)]
+        warn(f"{len(requests)} request(s) failed: {cause}")
+        for request in requests:
+            self._end(request, "error", cause, deltas)
 
-    def _end(self, request: Request, reason: str, error: str | None = None) -> list[Delta]:
+    def _end(
+        self, request: Request, reason: str, error: str | None = None, deltas: list[Delta] | None = None
+    ) -> list[Delta]:
         """End all unfinished answers of a request without another token."""
-        deltas = []
+        deltas = [] if deltas is None else deltas
         leave = self.scheduler.abort if reason == "error" else self.scheduler.finish  # what failed is not cached
         for answer in request.answers:
             if answer.finish_reason is None:
@@ -395,3 +350,42 @@ class Engine:
         if request.finished:
             request.finished_at = time.perf_counter()
             self.requests.pop(request.id, None)
+
+
+def lay_out(step: Step, rows: list[range], block_size: int, device: torch.device | str) -> Batch:
+    """The tokens of a step as one flat run; `rows` are the positions of each entry whose logits are wanted.
+
+    step       A: tokens 4..8, pages [7, 2]   B: token 9, pages [5, 1, 3]            block size 5
+    tokens     [ a4 a5 a6 a7 a8 | b9 ]       positions [ 4 5 6 7 8 | 9 ]
+    slots      [ 39 10 11 12 13 |  9 ]       page of the position * 5 + offset in the page
+    tables     [[7 2 0], [5 1 3]]            padded with block 0, which is never handed out
+    """
+    tokens, positions, slots, starts, wanted = [], [], [], [0], []
+    for (seq, n), rows_of_seq in zip(step.entries, rows, strict=True):
+        start, table = seq.num_computed, seq.block_table
+        wanted += [starts[-1] + p - start for p in rows_of_seq]
+        tokens += seq.tokens[start : start + n]
+        positions += range(start, start + n)
+        slots += [table[p // block_size] * block_size + p % block_size for p in range(start, start + n)]
+        starts.append(starts[-1] + n)
+    sequences = [seq for seq, _ in step.entries]
+    # At least two of each, with empty ones as padding: torch.compile takes a size of one for a constant.
+    width = max(2, *(len(seq.block_table) for seq in sequences))
+    padding = [[0] * width] * (2 - len(sequences))
+    tables = [seq.block_table + [0] * (width - len(seq.block_table)) for seq in sequences] + padding
+    lens = [seq.num_computed + n for seq, n in step.entries] + [0] * len(padding)
+
+    def tensor(values, dtype=torch.int64) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    token_row, position_row, slot_row = tensor([tokens, positions, slots]).unbind()  # int64 [T] each
+    return Batch(
+        tokens=token_row,
+        positions=position_row,
+        slot_mapping=slot_row,
+        block_tables=tensor(tables, torch.int32),  # [S, width]
+        query_start=tensor(starts + starts[-1:] * len(padding), torch.int32),  # [S + 1]
+        context_lens=tensor(lens, torch.int32),  # [S]
+        logit_rows=tensor(wanted),  # [R]
+        one_each=len(wanted) == len(tokens) == len(sequences),
+    )

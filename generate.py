@@ -1,4 +1,4 @@
-"""The composition: `LLM`, and the command line.
+"""The composition: `EngineConfig`, `LLM`, and the command line.
 
     from generate import LLM
     from sampling import SamplingParams
@@ -7,175 +7,146 @@
 
     python generate.py --compile --quant int4 --prompt "The capital of France is"
 
-`LLM` puts the files of this repository together and nothing else: a checkpoint becomes a model, free memory becomes a
-pool of pages, and the engine's step loop runs until every request has its answer. The words are vLLM's.
+`LLM` puts the files of this repository together and nothing else. The words are vLLM's.
 
-    arguments ──► device, kernels ──► checkpoint ──► tokenizer, model ──► pages in the memory that is left ──┐
-      ┌──────────────────────────────────────────────────────────────────────────────────────────────────────┘
-      └─► scheduler ──► engine ──► layers compiled or steps captured ──► steps timed, if anyone guesses
+    options ──► device, kernels ──► checkpoint ──► tokenizer, model ──► pages in the memory that is left ──┐
+      ┌────────────────────────────────────────────────────────────────────────────────────────────────────┘
+      └─► runner: eager, compiled or captured ──► scheduler ──► engine ──► steps timed, if anyone guesses
 
-Arguments of a wrong type or word are refused before a checkpoint is opened, a context before weights are read, a draft
-model before anything is compiled.
+An option is one field of EngineConfig. The arguments of `LLM`, the flags of every command and `--help` are made from
+these fields, and each value is checked once, before a checkpoint is opened.
 """
 
 from __future__ import annotations
 
-import inspect
+import argparse
+import dataclasses
 import os
 import re
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 
 import kernels
-from checkpoint import Checkpoint, open_checkpoint
-from compiled import GPU_BUCKETS, DecodeGraphs, LayerCompiler, cuda_capture, tape_capture
+from checkpoint import open_checkpoint
+from compiled import GPU_BUCKETS, CapturedRunner, CompiledRunner, ModelRunner, cuda_capture, tape_capture
 from drafting.budget import Speculator, StepCost
 from drafting.draft_model import DraftModel, make_proposer
 from drafting.head import HeadProposer
 from engine import Engine
-from kv_paged import BlockPool, KVCache, block_bytes, blocks_for_budget, blocks_needed, describe_capacity, free_memory
+from formats.command_line import add_flags, as_command, given, refuse_unused, warn
+from kv_paged import (
+    BlockPool,
+    KVCache,
+    block_bytes,
+    blocks_for_budget,
+    blocks_needed,
+    describe_capacity,
+    free_memory,
+    parse_memory,
+)
 from model import Transformer, padding_batch
+from overlap import OverlapEngine
 from policies import POLICIES
 from quantize import set_activations
 from radix import PREFIX_CACHES
 from request import Delta, Request, RequestOutput
 from sampling import SamplerState, SamplingParams, sample
 from scheduler import BATCHINGS, PREEMPTIONS, RESERVES, Scheduler
-from speculative import Proposer
+from serving import terminal
 from tokenizer import Tokenizer
 
 TYPICAL_CONTEXT = 256  # tokens, where the cost of a step is measured
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-CHOICES = {  # what the arguments of LLM that are one of a few words may be
-    "dtype": ["auto", *DTYPES],
-    "kv_dtype": ["auto", *DTYPES],
-    "prefix_cache": [*PREFIX_CACHES, "none"],
-    "policy": POLICIES,
-    "preemption": PREEMPTIONS,
-    "batching": BATCHINGS,
-    "reserve": RESERVES,
-    "activations": ["int8", "float"],
-    "verify": ["coupled", "rejection"],
-}
+DEFAULT_PROMPT = "Once upon a time"
 
 
-def choose(name: str, value, allowed) -> None:
-    """Refuse a value that is not one of `allowed`, naming both."""
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} is not known; choose one of {', '.join(map(str, allowed))}")
+def option(default, help: str, **rules):
+    """A field with its help text and rules: one_of (the values allowed), least, read (text to value), flag=False."""
+    return field(default=default, metadata={"help": help} | rules)
 
 
-def check_types(given: dict) -> None:
-    """Refuse arguments of another type than LLM's signature says: "4" is no block size, and neither is 1.5."""
-    kinds = {"str": (str, os.PathLike), "int": int, "bool": bool, "None": type(None)}
-    for name, parameter in inspect.signature(LLM).parameters.items():
-        value, wanted = given[name], parameter.annotation.split(" | ")
-        right = any(isinstance(value, kinds[kind]) for kind in wanted)
-        if not right or (isinstance(value, bool) and "bool" not in wanted):
-            raise ValueError(f"{name}={value!r}: must be {' or '.join(wanted)}, not {type(value).__name__}")
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine is made of. Raises ValueError naming the field, the value and what is allowed."""
 
+    model: str = option("smollm2", "a short name, a Hugging Face folder, a .gguf file or a hub id")
+    quant: str | None = option(None, "int8, int8-g32, int4, int4-g64, int4-g128 or nf4-g64; as stored if not given")
+    compile: bool = option(False, "compile one decoder layer for all, or capture decode steps, whichever pays")
+    dtype: str = option("auto", "of weights and activations; auto: float32 on a CPU", one_of=["auto", *DTYPES])
+    device: str = option("auto", "auto (a GPU if there is one), cpu, cuda or cuda:N")
+    block_size: int = option(16, "tokens per KV page", least=1)
+    num_blocks: int | None = option(None, "KV pages, instead of --kv-memory", least=1)
+    kv_memory: int | None = option(None, "bytes for the KV pages, e.g. 2G", read=parse_memory)
+    kv_dtype: str = option("auto", "of keys and values; auto: that of the model", one_of=["auto", *DTYPES])
+    max_model_len: int | None = option(None, "longest prompt plus answer; at most what the model was trained for")
+    max_num_seqs: int = option(32, "sequences that run at once: batch slots", least=1)
+    max_num_batched_tokens: int = option(512, "tokens computed in one step", least=1)
+    policy: str = option("fcfs", "who goes next: fcfs, priority or lpm (longest cached prefix)", one_of=POLICIES)
+    prefix_cache: str = option("radix", "radix, hash or none", one_of=[*PREFIX_CACHES, "none"])
+    preemption: str = option("recompute", "without free blocks: recompute or swap", one_of=PREEMPTIONS)
+    batching: str = option("continuous", "continuous, or static to compare with", one_of=BATCHINGS)
+    reserve: str = option("paged", "paged, or contiguous to compare with", one_of=RESERVES)
+    chunked: bool = option(True, "compute long prompts in chunks beside decodes")
+    activations: str = option("int8", "of quantised products: int8 or float", one_of=["int8", "float"])
+    speculate: str | None = option(None, "who guesses: ngram, head, head:FILE, draft:MODEL or self:LAYERS")
+    draft_quant: str | None = option(None, "quant of a draft model; as the target's if not given")
+    num_speculative_tokens: int = option(5, "guesses an answer is given at most; speculate=None is off", least=1)
+    verify: str = option("coupled", "coupled (the same tokens) or rejection", one_of=["coupled", "rejection"])
+    jump_forward: bool = option(True, "append what a structured answer can only go on with, instead of drawing it")
+    overlap: bool = option(False, "plan the next step while the model runs this one")
+    kernels: str = option("native", "native or reference, for the process", one_of=["native", "reference"])
+    threads: int | None = option(None, "threads of the kernels, for the process; one per processor if not given")
+    seed: int = option(0, "draws the seeds of requests that bring none")
+    trace: bool = option(False, "print each step's plan to stderr")
+    quiet: bool = option(True, "print nothing about loading", flag=False)
 
-def check_arguments(given: dict) -> None:
-    """Refuse what can be seen to be wrong without a device or a model; `given` are the arguments of LLM by name."""
-    check_types(given)
-    for name, allowed in CHOICES.items():
-        choose(name, given[name], allowed)
-    if given["reserve"] == "contiguous" and given["prefix_cache"] != "none":
-        raise ValueError(
-            f'reserve="contiguous" shares no blocks: prefix_cache must be "none", not {given["prefix_cache"]!r}'
-        )
-    guesses, speculate, draft_quant = given["num_speculative_tokens"], given["speculate"], given["draft_quant"]
-    if guesses < 1:
-        raise ValueError(f"num_speculative_tokens={guesses}: at least 1; speculate=None is off")
-    for name in ("max_num_seqs", "max_num_batched_tokens"):
-        if given[name] < 1:
-            raise ValueError(f"{name}={given[name]}: must be at least 1")
-    if draft_quant is not None and not (speculate or "").startswith("draft:"):
-        raise ValueError(f"draft_quant={draft_quant!r} needs speculate='draft:<model>', not {speculate!r}")
+    def __post_init__(self):
+        kinds = {"str": (str, os.PathLike), "int": int, "bool": bool, "None": type(None)}
+        for f in dataclasses.fields(self):
+            value, allowed, one_of = getattr(self, f.name), f.type.split(" | "), f.metadata.get("one_of")
+            right = any(isinstance(value, kinds[kind]) for kind in allowed)
+            if not right or (isinstance(value, bool) and "bool" not in allowed):
+                raise ValueError(f"{f.name}={value!r}: must be {' or '.join(allowed)}, not {type(value).__name__}")
+            if one_of is not None and value not in one_of:
+                raise ValueError(f"{f.name}={value!r} is not known; choose one of {', '.join(one_of)}")
+            if value is not None and value < f.metadata.get("least", value):
+                raise ValueError(f"{f.name}={value}: must be at least {f.metadata['least']}")
+        if self.num_blocks is not None and self.kv_memory is not None:
+            raise ValueError(
+                f"num_blocks={self.num_blocks} and kv_memory={self.kv_memory} both size the pool: give one of them"
+            )
+        if self.reserve == "contiguous" and self.prefix_cache != "none":
+            raise ValueError(
+                f'reserve="contiguous" shares no blocks: prefix_cache must be "none", not {self.prefix_cache!r}'
+            )
+        if self.draft_quant is not None and not (self.speculate or "").startswith("draft:"):
+            needed = f"needs speculate='draft:<model>', not {self.speculate!r}"
+            raise ValueError(f"draft_quant={self.draft_quant!r} {needed}")
 
 
 class LLM:
-    """A model ready to answer. Arguments:
+    """A model ready to answer. The options are the fields of EngineConfig."""
 
-    model           "smollm2", a Hugging Face folder, a .gguf file or a hub id
-    quant           None, "int8", "int8-g32", "int4", "int4-g64" or "int4-g128"; activations "int8" or "float" beside it
-    compile         compile one decoder layer for all (and capture decode steps on a GPU)
-    dtype, device   "auto": float32 on a CPU, the checkpoint's own 16 bits on a GPU if there is one
-    block_size      tokens per KV page; the pool has num_blocks of them, or as many as kv_memory bytes hold
-    kv_dtype        "auto": that of the model; "float16" or "bfloat16" halve the bytes attention reads in float32 models
-    max_model_len   the longest prompt plus answer; at most what the model was trained for
-    policy          "fcfs", "priority" or "lpm"; preemption "recompute" or "swap"; batching "continuous" or "static"
-    prefix_cache    "radix", "hash" or "none"
-    speculate       None, "ngram", "head" (trained for the default model), "head:<file>", "draft:<model>" or
-                    "self:<layers>"; at most num_speculative_tokens guesses at a time; verify "coupled" (the same tokens
-                    as without) or "rejection" (the same distribution); draft_quant is the draft model's quant (None: as
-                    the target)
-    overlap         plan the next step while the model runs this one (overlap.py; pays where Python and model do not
-                    share the processor)
-    jump_forward    append what a structured answer can only go on with, instead of drawing it token by token
-    kernels         "native" (C++ on a CPU, Triton on a GPU) or "reference"; like threads it is the whole process's: of
-                    several LLMs the one made last decides
-    """
-
-    def __init__(
-        self,
-        model: str = "smollm2",
-        quant: str | None = None,
-        compile: bool = False,
-        dtype: str = "auto",
-        device: str = "auto",
-        block_size: int = 16,
-        num_blocks: int | None = None,
-        kv_memory: int | None = None,
-        kv_dtype: str = "auto",
-        max_model_len: int | None = None,
-        max_num_seqs: int = 32,
-        max_num_batched_tokens: int = 512,
-        policy: str = "fcfs",
-        prefix_cache: str = "radix",
-        preemption: str = "recompute",
-        batching: str = "continuous",
-        reserve: str = "paged",
-        chunked: bool = True,
-        activations: str = "int8",
-        speculate: str | None = None,
-        draft_quant: str | None = None,
-        num_speculative_tokens: int = 5,
-        verify: str = "coupled",
-        jump_forward: bool = True,
-        overlap: bool = False,
-        kernels: str = "native",
-        threads: int | None = None,
-        seed: int = 0,
-        trace: bool = False,
-        quiet: bool = True,
-    ):
-        check_arguments(locals())
-        self.quiet = quiet
-        self.device = choose_device(device)
-        set_backend(kernels, self.device, threads)
-        self._load(model, quant, dtype, activations, max_model_len, threads)
-        self.kv = self._allocate(block_size, num_blocks, kv_memory, kv_dtype, max_num_seqs)
-        pool = BlockPool(self.kv.num_blocks, block_size)
-        cache = None if prefix_cache == "none" else PREFIX_CACHES[prefix_cache](pool)
-        limits = (max_num_seqs, max_num_batched_tokens, self.max_model_len)
-        rules = (policy, preemption, chunked, batching, reserve)
-        self.scheduler = Scheduler(pool, cache, *limits, *rules)
-        if not quiet:
-            say(describe_capacity(pool, self.max_model_len, self.kv.nbytes // self.kv.num_blocks))
-        self.engine = self._engine(seed, trace, jump_forward, overlap)
+    def __init__(self, model: str = "smollm2", **options):
+        self.options = EngineConfig(model, **options)
+        self.device = choose_device(self.options.device)
+        set_backend(self.options.kernels, self.device, self.options.threads)
+        self._load()
+        self.kv = self._allocate()
+        self.runner = self._runner(self.model, self.kv, self.options.quant)
+        self.scheduler = self._scheduler()
+        self.engine = self._engine()
         self.streams: dict[Request, deque[Delta]] = {}  # what each open one has not read yet
-        self.compiler: LayerCompiler | None = None
-        self.graphs: DecodeGraphs | None = None
-        proposer = self._proposer(speculate, draft_quant or quant, activations, verify)
-        if compile:
-            self._compile(quant, max_num_seqs)
+        proposer = self._proposer() if self.options.speculate is not None else None
+        if self.options.compile:
+            self._warm_up()
         if proposer is not None:
-            self._speculate(proposer, num_speculative_tokens, max_num_seqs, compile, draft_quant or quant)
+            self.engine.speculator = self._speculator(proposer)
 
     # -- what users call
 
@@ -195,12 +166,21 @@ class LLM:
             raise ValueError(
                 f"{len(prompts)} prompts but {len(params)} SamplingParams: give one for all or one for each"
             )
-        return self._answer(prompts, params)
+        requests: list[Request] = []
+        try:
+            for prompt, p in zip(prompts, params, strict=True):
+                requests.append(self.add(prompt, p))
+            while not all(request.finished for request in requests):
+                self._step()
+        finally:  # refused halfway, or interrupted: nothing of this call stays behind
+            for request in requests:
+                self.engine.abort(request)
+        return [request.output() for request in requests]
 
     def chat(self, messages: list[dict], params: SamplingParams | None = None, **template_options) -> RequestOutput:
         """Answer a conversation [{"role": ..., "content": ...}, ...] through the model's chat template."""
         ids = self.tokenizer.encode_chat(messages, **template_options)
-        return self._answer([ids], [SamplingParams(max_tokens=None) if params is None else params])[0]
+        return self.generate([ids], SamplingParams(max_tokens=None) if params is None else params)[0]
 
     def stream(self, prompt: str | list[int], params: SamplingParams | None = None) -> Iterator[Delta]:
         """The answer as it is made. Closing the generator early aborts the request.
@@ -220,24 +200,24 @@ class LLM:
             self.engine.abort(request)
 
     def add(self, prompt: str | list[int], params: SamplingParams, **options) -> Request:
-        """Queue a prompt without running it; `engine.step()` does that."""
+        """Queue a prompt without running it; `engine.step()` does that. options: priority, namespace."""
         if not isinstance(prompt, (str, list, tuple)):
             raise ValueError(f"prompt {repr(prompt)[:60]} is neither a text nor a list of token ids")
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params={repr(params)[:60]}: must be SamplingParams, not {type(params).__name__}")
-        text = prompt if isinstance(prompt, str) else None
-        ids = self.tokenizer.encode(prompt) if text is not None else prompt
-        return self.engine.add(ids, params, text, **options)
+        if isinstance(prompt, str):
+            return self.engine.add(self.tokenizer.encode(prompt), params, prompt, **options)
+        return self.engine.add(prompt, params, **options)
 
     def stats(self) -> dict:
         """Blocks free, cached, live and total; requests running and waiting; counters; graphs compiled."""
-        compiled = self.compiler.graphs if self.compiler else 0
-        captured = len(self.graphs.recorded) if self.graphs else 0
-        counts = {"graphs_compiled": compiled, "steps_captured": captured, "compile_s": self.compile_s}
+        counts = {
+            "graphs_compiled": self.runner.graphs_compiled,
+            "steps_captured": self.runner.steps_captured,
+            "compile_s": self.runner.seconds,
+        }
         speculator = self.engine.speculator
         return self.scheduler.stats() | counts | (speculator.stats() if speculator is not None else {})
-
-    # -- putting it together
 
     def _step(self) -> None:
         """One step for everybody; what it added to open streams waits there to be read."""
@@ -245,160 +225,147 @@ class LLM:
             if delta.request in self.streams:
                 self.streams[delta.request].append(delta)
 
-    def _answer(self, prompts: list[str | list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
-        requests: list[Request] = []
-        try:
-            for prompt, p in zip(prompts, params, strict=True):
-                requests.append(self.add(prompt, p))
-            while not all(request.finished for request in requests):
-                self._step()
-        finally:  # refused halfway, or interrupted: nothing of this call stays behind
-            for request in requests:
-                self.engine.abort(request)
-        return [request.output() for request in requests]
+    # -- putting it together
 
-    def _load(
-        self, name: str, quant: str | None, dtype: str, activations: str, max_model_len: int | None, threads: int | None
-    ) -> None:
+    def _load(self) -> None:
         """From a name to config, tokenizer and model."""
-        start = time.perf_counter()
-        ckpt = open_checkpoint(name)
-        self.config = ckpt.config
-        self.max_model_len = self._context(max_model_len)
-        if dtype == "auto":
-            dtype = "float32" if self.device.type == "cpu" else ckpt.config.dtype
-        self.tokenizer = Tokenizer.from_checkpoint(ckpt)
-        threads = threads or os.cpu_count() or 1
+        start, options = time.perf_counter(), self.options
+        checkpoint = open_checkpoint(options.model)
+        self.config = checkpoint.config
+        most = self.config.max_position_embeddings
+        self.max_model_len = most if options.max_model_len is None else options.max_model_len
+        if not 2 <= self.max_model_len <= most:
+            raise ValueError(f"max_model_len={options.max_model_len}: this model takes 2 to {most} tokens")
+        self.tokenizer = Tokenizer.from_checkpoint(checkpoint)
         torch.set_num_threads(1)  # loading is many small operations: threads would only wait for each other
-        self.model = self._transformer(ckpt, quant, DTYPES[dtype], activations)
+        dtype = options.dtype if options.dtype != "auto" else "float32"
+        if options.dtype == "auto" and self.device.type != "cpu":
+            dtype = self.config.dtype
+        self.model = self._transformer(checkpoint, options.quant, DTYPES[dtype])
         # Quantised products run on the native kernels' own threads. Those of torch would still spin for a while after
         # each of its operations, on the cores that the next kernel needs.
-        torch.set_num_threads(1 if kernels.backend() == "native" and quant else threads)
+        alone = kernels.backend() == "native" and options.quant
+        torch.set_num_threads(1 if alone else options.threads or os.cpu_count() or 1)
         self.load_s = time.perf_counter() - start
 
-    def _transformer(self, ckpt: Checkpoint, quant: str | None, dtype: torch.dtype, activations: str) -> Transformer:
-        model = Transformer(ckpt, quant, dtype, self.device, self.max_model_len, self._progress)
-        set_activations(model, activations)
+    def _transformer(self, checkpoint, quant: str | None, dtype: torch.dtype) -> Transformer:
+        model = Transformer(checkpoint, quant, dtype, self.device, self.max_model_len, self._progress)
+        set_activations(model, self.options.activations)
         return model
 
-    def _context(self, wanted: int | None) -> int:
-        most = self.config.max_position_embeddings
-        if wanted is not None and not 2 <= wanted <= most:
-            raise ValueError(f"max_model_len={wanted}: this model takes 2 to {most} tokens")
-        return wanted or most
+    def _progress(self, done: int, total: int) -> None:
+        if not self.options.quiet and sys.stderr and sys.stderr.isatty():
+            warn(f"\rloading layers {done}/{total}", end="\n" if done == total else "")
 
-    def _allocate(
-        self, block_size: int, num_blocks: int | None, kv_memory: int | None, kv_dtype: str, max_num_seqs: int
-    ) -> KVCache:
+    def _allocate(self) -> KVCache:
         """The page pool: num_blocks if given (block 0, the padding, on top), else what the memory budget holds."""
-        if block_size < 1 or (num_blocks is not None and num_blocks < 1):
-            raise ValueError(f"block_size={block_size} and num_blocks={num_blocks} must be at least 1")
-        if num_blocks is not None and kv_memory is not None:
-            raise ValueError(f"num_blocks={num_blocks} and kv_memory={kv_memory} both size the pool: give one of them")
-        config, dtype = self.config, self.model.dtype if kv_dtype == "auto" else DTYPES[kv_dtype]
-        layout = (config.num_layers, block_size, config.num_kv_heads, config.head_dim)
-        if num_blocks is not None:
-            total = num_blocks + 1
+        options, config = self.options, self.config
+        dtype = self.model.dtype if options.kv_dtype == "auto" else DTYPES[options.kv_dtype]
+        layout = (config.num_layers, options.block_size, config.num_kv_heads, config.head_dim, dtype.itemsize)
+        if options.num_blocks is not None:
+            total = options.num_blocks + 1
         else:
-            total = blocks_for_budget(kv_memory, *layout, dtype.itemsize, free_memory(str(self.device)))
-            if kv_memory is None:  # no more than every seat filled to the last token could use
-                total = min(total, 1 + max_num_seqs * blocks_needed(self.max_model_len, block_size))
+            total = blocks_for_budget(options.kv_memory, *layout, free_memory(str(self.device)))
+            if options.kv_memory is None:  # no more than every batch slot filled to the last token could use
+                total = min(total, 1 + options.max_num_seqs * blocks_needed(self.max_model_len, options.block_size))
         try:
-            return KVCache(
-                config.num_layers, total, block_size, config.num_kv_heads, config.head_dim, dtype, self.device
-            )
+            shape = (config.num_layers, total, options.block_size, config.num_kv_heads, config.head_dim)
+            return KVCache(*shape, dtype, self.device)
         except (OSError, RuntimeError, OverflowError) as error:
-            nbytes = block_bytes(*layout, dtype.itemsize) * total
             raise ValueError(
-                f"a KV pool of {total:,} blocks, {nbytes:,} bytes, cannot be had ({error}): "
+                f"a KV pool of {total:,} blocks, {block_bytes(*layout) * total:,} bytes, cannot be had ({error}): "
                 "lower --num-blocks or --kv-memory"
             ) from None
 
-    def _engine(self, seed: int, trace: bool, jump_forward: bool, overlap: bool) -> Engine:
+    def _scheduler(self):
+        options = self.options
+        pool = BlockPool(self.kv.num_blocks, options.block_size)
+        cache = None if options.prefix_cache == "none" else PREFIX_CACHES[options.prefix_cache](pool)
+        limits = (options.max_num_seqs, options.max_num_batched_tokens, self.max_model_len)
+        rules = (options.policy, options.preemption, options.chunked, options.batching, options.reserve)
+        scheduler = Scheduler(pool, cache, *limits, *rules)
+        if not options.quiet:
+            warn(describe_capacity(pool, self.max_model_len, self.kv.nbytes // self.kv.num_blocks))
+        return scheduler
+
+    def _engine(self) -> Engine:
         eos = frozenset(self.config.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids)
-        parts = (self.model, self.kv, self.scheduler, self.tokenizer)
-        return Engine(*parts, eos, seed, say if trace else None, jump_forward, overlap=overlap)
+        options, kind = self.options, OverlapEngine if self.options.overlap else Engine
+        trace = warn if options.trace else None
+        return kind(self.runner, self.scheduler, self.tokenizer, eos, options.seed, trace, options.jump_forward)
 
-    def _proposer(self, speculate: str | None, quant: str | None, activations: str, verify: str) -> Proposer | None:
-        """Who guesses, if anyone; `quant` is that of a draft model."""
-        if speculate is None:
-            return None
+    def _runner(self, model: Transformer, kv: KVCache, quant: str | None) -> ModelRunner:
+        """How steps of a model are computed: captured where kernels do the arithmetic, else compiled (compiled.py)."""
+        options = self.options
+        if not options.compile:
+            return ModelRunner(model, kv)
+        capture = self._capture(model, quant)
+        on_gpu = self.device.type == "cuda"
+        compiled = on_gpu or capture is None
+        inner = CompiledRunner(model, kv, quiet=options.quiet) if compiled else ModelRunner(model, kv)
+        if capture is None:
+            return inner
+        # A replay is cheap to record on a CPU: every batch size is a bucket of its own, and nothing is padded.
+        buckets = [b for b in GPU_BUCKETS if b < options.max_num_seqs] if on_gpu else range(1, options.max_num_seqs)
+        widest = blocks_needed(self.max_model_len, kv.block_size)
+        return CapturedRunner(inner, [*buckets, options.max_num_seqs], widest, capture)
 
-        def load(name: str) -> tuple[Transformer, Tokenizer]:
-            ckpt = open_checkpoint(name)
-            return self._transformer(ckpt, quant, self.model.dtype, activations), Tokenizer.from_checkpoint(ckpt)
+    def _capture(self, model: Transformer, quant: str | None):
+        """What records a decode step of `model`; None where nothing can."""
+        if self.device.type == "cuda":  # the reference kernels read lengths back, which a graph cannot wait for
+            return cuda_capture if kernels.backend() == "triton" else None
+        native = kernels.backend() == "native" and quant is not None and model.dtype == torch.float32
+        return tape_capture if native else None
 
-        return make_proposer(speculate, self.engine, load, verify == "rejection")
-
-    def _compile(self, quant: str | None, max_num_seqs: int) -> None:
-        """Compile or capture (compiled.py says which when).
-
-        What the compiler makes is made now and not in the middle of the first answer. Captures cost little: that of a
-        single sequence is made now, the others when their sizes first come up.
-        """
-        self.graphs = self._graphs(self.model, self.kv, quant, max_num_seqs)
-        if self.graphs is not None:
-            self.engine.run_model = self.graphs
-        if self.graphs is None or self.device.type == "cuda":
-            self.compiler = LayerCompiler(quiet=self.quiet)
-            self.compiler.install(self.model)
+    def _warm_up(self) -> None:
+        """Compile or capture now, not in the middle of the first answer. Other batch sizes wait for their first use."""
         for prompt in ([0], [0, 0, 0]):
-            (output,) = self._answer([prompt], [SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)])
+            (output,) = self.generate([prompt], SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
             if output.outputs[0].error:
                 raise ValueError(f"the model cannot compute its first step: {output.outputs[0].error}")
         self.scheduler.drop_cache()
 
-    def _graphs(self, model: Transformer, kv: KVCache, quant: str | None, max_num_seqs: int) -> DecodeGraphs | None:
-        """For capturing the decode steps of a model; None where compiling is the better way."""
-        on_gpu = self.device.type == "cuda" and kernels.backend() == "triton"  # the references read lengths back
-        native = kernels.backend() == "native" and quant is not None and model.dtype == torch.float32
-        if not on_gpu and not native:
-            return None
-        buckets = [b for b in GPU_BUCKETS if b < max_num_seqs] if on_gpu else range(1, max_num_seqs)
-        widest = blocks_needed(self.max_model_len, kv.block_size)
-        return DecodeGraphs(model, kv, [*buckets, max_num_seqs], widest, cuda_capture if on_gpu else tape_capture)
+    def _proposer(self):
+        """Who guesses."""
+        options = self.options
+        quant = options.draft_quant or options.quant
 
-    def _speculate(self, proposer: Proposer, most: int, max_num_seqs: int, capture: bool, quant: str | None) -> None:
+        def load(name: str) -> tuple[Transformer, Tokenizer]:
+            checkpoint = open_checkpoint(name)
+            return self._transformer(checkpoint, quant, self.model.dtype), Tokenizer.from_checkpoint(checkpoint)
+
+        captured = isinstance(self.runner, CapturedRunner) and self.device.type == "cpu"
+        return make_proposer(
+            options.speculate,
+            self.engine,
+            load,
+            lambda model, kv: self._runner(model, kv, quant),
+            options.verify == "rejection",
+            self.runner.capture if captured else None,
+        )
+
+    def _speculator(self, proposer) -> Speculator:
         """Measure what steps cost by their rows, which says how much guessing pays."""
-        state = SamplerState(SamplingParams(temperature=0), [0])
+        slots, most = self.options.max_num_seqs, self.options.num_speculative_tokens
+        sampler = SamplerState(SamplingParams(temperature=0), [0])
         context = min(TYPICAL_CONTEXT, self.max_model_len)  # a row costs its products and a look at every key
 
         @torch.inference_mode()
-        def cost(run_model, most_rows: int) -> StepCost:
+        def cost(runner: ModelRunner, most_rows: int) -> StepCost:
             def run(rows: int) -> None:
                 batch = padding_batch(rows, self.device, max(2, blocks_needed(context, self.kv.block_size)))
                 batch.context_lens[:rows], batch.positions[:] = context, context - 1
-                sample(run_model(batch), [state] * rows)
+                sample(runner.run(batch), [sampler] * rows)
 
             return StepCost.measure(run, most_rows)
 
         draft, trust = None, Speculator.TRUST
         if isinstance(proposer, HeadProposer):
-            trust = HeadProposer.TRUST
-            if self.graphs is not None and self.device.type == "cpu":
-                proposer.capture = self.graphs.capture
             one = padding_batch(1, self.device)
-            draft = proposer.measure(max_num_seqs, before=lambda: self.engine.run_model(one))
+            draft, trust = proposer.measure(slots, before=lambda: self.runner.run(one)), HeadProposer.TRUST
         if isinstance(proposer, DraftModel):
-            graphs = self._graphs(proposer.model, proposer.kv, quant, max_num_seqs) if capture else None
-            proposer.run_model = graphs or proposer.run_model
-            draft = cost(proposer.run_model, max_num_seqs)
-        step = cost(self.engine.run_model, max_num_seqs * (1 + most))
-        self.engine.speculator = Speculator(proposer, most, step, draft, trust)
-
-    @property
-    def compile_s(self) -> float:
-        """Seconds spent compiling and capturing so far."""
-        return sum(part.seconds for part in (self.compiler, self.graphs) if part)
-
-    def _progress(self, done: int, total: int) -> None:
-        if not self.quiet and sys.stderr.isatty():
-            end = "\n" if done == total else ""
-            print(f"\rloading layers {done}/{total}", end=end, file=sys.stderr, flush=True)
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr)
+            draft = cost(proposer.runner, slots)
+        return Speculator(proposer, most, cost(self.runner, slots * (1 + most)), draft, trust)
 
 
 def choose_device(name: str) -> torch.device:
@@ -419,12 +386,75 @@ def choose_device(name: str) -> torch.device:
 
 def set_backend(name: str, device: torch.device, threads: int | None) -> None:
     """Choose the kernels and their threads (None: one for each processor)."""
-    choose("kernels", name, ["native", "reference"])
     kernels.set_threads((os.cpu_count() or 1) if threads is None else threads)
     kernels.set_backend("triton" if name == "native" and device.type == "cuda" else name)
 
 
-if __name__ == "__main__":
-    from cli import main
+# -- the command line
 
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """One flag for each option; booleans also as --no-..."""
+    options = [f for f in dataclasses.fields(EngineConfig) if f.metadata.get("flag", True)]
+    add_flags(parser.add_argument_group("engine (LLM)"), options)
+
+
+def engine_rules(args: argparse.Namespace) -> list[tuple]:
+    """What LLM takes and needs only beside something else: rules for `refuse_unused`."""
+    drafts = (args.speculate or "").startswith(("draft:", "self:"))
+    return [
+        (["num_speculative_tokens"], args.speculate, "nothing is guessed; add --speculate"),
+        (["verify"], drafts, "only a model's guesses have a distribution; add --speculate draft:M or self:K"),
+    ]
+
+
+def engine_arguments(args: argparse.Namespace) -> dict:
+    return {f.name: getattr(args, f.name) for f in dataclasses.fields(EngineConfig) if hasattr(args, f.name)}
+
+
+def sampling_fields() -> list[dataclasses.Field]:
+    """The fields of SamplingParams that have a flag of their own; --seed is the engine's, which draws the requests'."""
+    return [f for f in dataclasses.fields(SamplingParams) if f.name != "seed"]
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("generate.py", description="Generate text with the vitrine engine.")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--prompt", help=f"text to continue (default {DEFAULT_PROMPT!r})")
+    what.add_argument("--chat", action="store_true", help="an interactive conversation")
+    what.add_argument("--prompts-file", metavar="F", help="one prompt on each line, answered together")
+    parser.add_argument("--system", metavar="TEXT", help="the system message of --chat")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    add_engine_flags(parser)
+    group = parser.add_argument_group("sampling (SamplingParams); greedy unless told otherwise")
+    add_flags(group, sampling_fields(), "store_true", temperature=0.0, max_tokens=128)
+    args = parser.parse_args(argv)
+    if args.system is not None and not args.chat:
+        parser.error("--system belongs to --chat")
+    if args.json and args.chat:
+        parser.error("--json and --chat do not go together")
+    refuse_unused(
+        given(parser, argv, args),
+        *engine_rules(args),
+        (["n"], not args.chat, "a conversation goes on from one answer; leave it out"),
+        (["logprobs", "prompt_logprobs"], args.json, "only --json shows them; add it"),
+    )
+    args.prompt = DEFAULT_PROMPT if args.prompt is None else args.prompt
+    return args
+
+
+@as_command
+def main(argv: list[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    params = SamplingParams(**{f.name: getattr(args, f.name) for f in sampling_fields()})  # refused before loading
+    prompts = None if args.prompts_file is None else terminal.read_prompts(args.prompts_file)
+    llm = LLM(**engine_arguments(args), quiet=False)
+    if args.chat:
+        return terminal.run_chat(llm, args, params)
+    if prompts is not None:
+        return terminal.run_file(llm, args, params, prompts)
+    return terminal.run_prompt(llm, args, params)
+
+
+if __name__ == "__main__":
     sys.exit(main())

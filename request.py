@@ -1,36 +1,33 @@
 """One request from its prompt to its text: what a user hands in, what comes back, and when it ends.
 
 The problem. The engine decides token after token, but a user reads characters, asks for several answers to one prompt,
-and wants to be told why each of them ended. Three things end an answer, and they can meet in one token:
+and wants to know why each of them ended. Three things end an answer, and they can meet in one token:
 
-    a stop token   EOS (of config, generation_config and tokenizer together) or one of stop_token_ids     "stop"
-    a stop string  anywhere in the text, even spread over tokens; the text before it is all the user sees  "stop"
-    a length       max_tokens, or the model's context                                                    "length"
+    a stop token   EOS (of config, generation_config and tokenizer together) or one of stop_token_ids      "stop"
+    a stop string  anywhere in the text, even spread over tokens; the user sees the text before it         "stop"
+    a length       max_tokens, or the model's context                                                      "length"
 
-The idea. A `Request` owns one `Answer` per parallel answer. A answer is a chain: token -> sampler state (penalties,
-random numbers) -> automaton, if the output has a structure (guided.py; a complete text ends the answer) -> incremental
-detokeniser (never half a character) -> stop checker (holds back what may become a stop string) -> text that is safe to
-show. Each accepted token yields a `Delta`; a stream is the concatenation of deltas, so it cannot differ from the whole.
+The idea. Each fact has one owner. A `Request` owns one `Answer` for each text it asks for. An answer owns its sequence
+(the tokens), its sampler (counts, random numbers), its guide (the automaton of a structured output) and its text. Each
+decided token passes through all of them and yields a `Delta`; a stream is the concatenation of the deltas:
 
     tokens   "Hel" "lo" " W" "or" "ld" "</s>"
-    deltas   "Hel" "lo"  ""   ""  " World"  (stop=["Wonder"] held " Wo" back until it could not be one)
+    deltas   "Hel" "lo"  ""   ""  " World"       stop=["Wonder"] holds " Wo" back until it cannot become a stop string
 
-Left out: anything about scheduling or memory (scheduler.py, kv_paged.py), and what is random (sampling.py).
+Left out: scheduling and memory (scheduler.py, kv_paged.py), and how a token is drawn (sampling.py).
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
-from sampling import Sampled, SamplerState, SamplingParams
+import torch
+
+from sampling import Sampled, SamplerState, SamplingParams, prompt_logprobs
+from scheduler import Sequence
 from tokenizer import StopChecker, Tokenizer
-
-if TYPE_CHECKING:
-    from beam import BeamSearch
-    from guided import GuidedAnswer
-    from sequence import Sequence
 
 
 @dataclass
@@ -75,7 +72,7 @@ class Delta:
     error: str | None = None
 
 
-@dataclass(eq=False)  # a request is itself, whatever another one says
+@dataclass(eq=False)  # two requests are never equal, whatever they hold
 class Request:
     """A prompt and what is asked of it. `max_tokens` is what both the user and the context allow."""
 
@@ -86,14 +83,14 @@ class Request:
     stop_ids: frozenset[int]  # end an answer: EOS unless ignored, and stop_token_ids
     tokenizer: Tokenizer
     prompt: str | None = None
+    guide: Any = None  # the guide each answer starts from, if the output has a structure (structured.py)
     answers: list[Answer] = field(default_factory=list)
-    prompt_logprobs: list[Sampled | None] = field(default_factory=lambda: [None])  # nothing predicts the first token
+    search: Any = None  # the beam search that chooses this request's tokens (beam.py)
     seq: Sequence | None = None  # the one that computes the prompt
+    prompt_logprobs: list[Sampled | None] = field(default_factory=lambda: [None])  # nothing predicts the first token
     arrival: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
     finished_at: float | None = None
-    beams: BeamSearch | None = None  # of beam.py
-    guide: GuidedAnswer | None = None  # where every answer starts, if the output has a structure
 
     @property
     def finished(self) -> bool:
@@ -109,10 +106,26 @@ class Request:
         """How many answers are drawn: best_of of them, of which the n best are returned. A beam search draws none."""
         return 1 if self.params.beam_width and self.max_tokens else self.params.best_of or self.params.n
 
+    def score_prompt(self, positions: range, logits: torch.Tensor) -> None:
+        """logits [len(positions), vocab]: the row at p says how likely the prompt's token p + 1 was.
+
+        Raises ValueError for a row without a distribution.
+        """
+        scored = len(self.prompt_logprobs)
+        unscored = [p for p in positions if scored <= p + 1 < len(self.prompt_ids)]
+        if unscored:
+            rows = logits[unscored[0] - positions.start : unscored[-1] + 1 - positions.start]
+            targets = [self.prompt_ids[p + 1] for p in unscored]
+            scores = prompt_logprobs(rows, targets, self.params.prompt_logprobs)
+            for score in scores:
+                if isinstance(score, Exception):
+                    raise score
+            self.prompt_logprobs += scores
+
     def output(self) -> RequestOutput:
         answers = self.answers
         if self.width > self.params.n:  # best_of: the likeliest per token first
-            answers = sorted(answers, key=lambda c: -c.cumulative_logprob / max(1, len(c.token_ids)))
+            answers = sorted(answers, key=lambda a: -a.cumulative_logprob / max(1, len(a.token_ids)))
         return RequestOutput(
             request_id=self.id,
             prompt=self.prompt,
@@ -126,16 +139,15 @@ class Request:
 
 
 class Answer:
-    """One answer in the making: the engine feeds it sampled tokens, it answers with deltas until it has ended."""
+    """One answer in the making: the engine appends tokens to its sequence and tells it; it returns deltas."""
 
-    def __init__(self, request: Request, index: int, seq, sampler: SamplerState, guided: GuidedAnswer | None = None):
-        self.request, self.index, self.seq, self.sampler = request, index, seq, sampler
-        self.guide = guided or (request.guide and request.guide.fork())
+    def __init__(self, request: Request, index: int, seq: Sequence, sampler: SamplerState, guide=None):
+        self.request, self.index, self.seq, self.sampler, self.guide = request, index, seq, sampler, guide
         self.guess_probs: list = []  # the distribution [V] that each guess was drawn from, for the rejection rule
         self.num_guessed = self.num_right = 0  # of this step's draft: guesses (not forced), and those that were right
         params = request.params
         self.detokenizer = request.tokenizer.detokenizer(request.prompt_ids)
-        if self.guide is not None:  # a structured text begins afresh, even where the prompt breaks off in a character
+        if guide is not None:  # a structured text begins afresh, even where the prompt breaks off in a character
             self.detokenizer.finish()
         self.stops = StopChecker(list(params.stop), params.include_stop_str_in_output)
         self.text = ""
@@ -147,7 +159,8 @@ class Answer:
 
     @property
     def token_ids(self) -> list[int]:
-        return self.sampler.output
+        """The tokens decided so far."""
+        return self.seq.output
 
     @property
     def forced(self) -> list[int]:
@@ -158,14 +171,29 @@ class Answer:
         """A parallel answer that has decided nothing yet, or another beam with the same past."""
         return Answer(self.request, index, seq, self.sampler.fork(index), self.guide and self.guide.fork())
 
+    def rows_wanted(self, end: int) -> range:
+        """The positions below `end`, computed in this step, whose logits are needed.
+
+        These are the last known token, the draft behind it (a forced token is known without, unless it is scored), and
+        what is left of a prompt to score.
+        """
+        seq, params = self.seq, self.request.params
+        read = 0 if self.forced and not params.scored else seq.num_draft
+        first = (end - 1 if end == len(seq.tokens) else end) - read
+        if params.prompt_logprobs is not None and self.index == 0:
+            scored = len(self.request.prompt_logprobs) - 1  # rows used so far: row p scores token p + 1
+            if scored < min(end, seq.num_prompt - 1):
+                first = min(first, max(seq.num_computed, scored))
+        return range(first, end)
+
     def commit(self, token: int) -> None:
-        """`token` is decided."""
+        """`token` is decided: count it, and move on in the guide."""
         self.sampler.commit(token)
         if self.guide is not None:
             self.guide.commit(token)
 
     def accept(self, sampled: Sampled) -> Delta:
-        """One more token is decided: what may be shown now, and whether that was the end."""
+        """The sequence has one more decided token: what may be shown now, and whether that was the end."""
         token, request = sampled.token, self.request
         self.commit(token)
         self.logprobs.append(sampled)
@@ -175,7 +203,7 @@ class Answer:
             self.finish_reason, self.stop_reason = "stop", token
         elif self.guide is not None and self.guide.is_complete:
             self.finish_reason = "stop"
-        elif len(self.token_ids) >= request.max_tokens:
+        elif self.sampler.n_output >= request.max_tokens:
             self.finish_reason = "length"
         return self._delta(piece, [sampled])
 
@@ -194,7 +222,7 @@ class Answer:
         ended = self.finish_reason is not None
         if ended:
             piece += self.detokenizer.finish()
-        armed = len(self.token_ids) >= self.request.params.min_tokens  # before that, a stop string is only text
+        armed = self.sampler.n_output >= self.request.params.min_tokens  # before that, a stop string is only text
         piece, matched = self.stops.feed(piece, armed)
         if matched is not None:
             self.finish_reason, self.stop_reason = "stop", matched

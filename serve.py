@@ -42,9 +42,8 @@ from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Res
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from cli import add_engine_flags, engine_arguments, engine_rules
 from formats.command_line import as_command, given, refuse_unused
-from generate import LLM
+from generate import LLM, add_engine_flags, engine_arguments, engine_rules
 from serving.engine_thread import EngineThread, Unavailable
 from serving.guard import ApiError, ApiKey, BodyLimit, EventStream, HeaderLimit, LocalHost, on_error
 from serving.live import Live

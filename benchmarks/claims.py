@@ -40,8 +40,8 @@ from benchmarks import scheduling as bench_scheduling
 from benchmarks import sharing as bench_sharing
 from benchmarks import speed as bench_speed
 from benchmarks.lab import FULL, QUICK, Claim, Lab, median
-from cli import engine_arguments
 from formats.command_line import refuse_unused
+from generate import engine_arguments
 
 CLAIMS: dict[str, Claim] = {
     name: claim

@@ -86,8 +86,8 @@ def run_profile(llm: LLM, batch: int, steps: int) -> dict[str, float]:
     engine = llm.engine
     restore = [
         clocked(engine.scheduler, "schedule", "schedule"),
-        clocked(engine_module, "build_batch", "lay out the run"),
-        clocked(engine, "run_model", "model"),
+        clocked(engine_module, "lay_out", "lay out the run"),
+        clocked(engine.runner, "run", "model"),
         clocked(engine_module, "sample", "sample"),
         clocked(engine, "accept", "accept (text, stops)"),
     ]

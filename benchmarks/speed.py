@@ -37,7 +37,7 @@ from benchmarks.roofline import decode_floor, matrix_rate, prefill_floor
 from checkpoint import open_checkpoint
 from formats import gguf
 from generate import LLM
-from overlap import Overlap
+from overlap import OverlapEngine
 from request import Delta
 
 BITS = {  # the sides of `quantisation`
@@ -138,7 +138,8 @@ def file_formats(lab: Lab) -> Found:
 def watch_step(llm: LLM, watch: AbstractContextManager) -> None:
     """Let one sequence decode, and the model compute one of its steps inside `watch`."""
     decode(llm, 1, 1)  # whatever has to be recorded or compiled is, before
-    inner, steps = llm.engine.run_model, 0
+    runner, steps = llm.engine.runner, 0
+    inner = runner.run
 
     def run(batch):
         nonlocal steps
@@ -146,11 +147,11 @@ def watch_step(llm: LLM, watch: AbstractContextManager) -> None:
         with watch if steps == 2 else nullcontext():  # the first one is the prompt
             return inner(batch)
 
-    llm.engine.run_model = run
+    runner.run = run
     try:
         decode(llm, 1, 1)
     finally:
-        llm.engine.run_model = inner
+        runner.run = inner
 
 
 class PythonCalls:
@@ -196,7 +197,7 @@ def compiled(lab: Lab) -> Found:
         found.append(
             f"{kind} {middle(off, 'tok/s'):.1f} -> {middle(on, 'tok/s'):.1f} tok/s, {ratio(on, off, 'tok/s')}, with "
             f"{on['counted']['Python calls a step']:,} calls a step instead of "
-            f"{off['counted']['Python calls a step']:,} (ready in {llm.compile_s:.1f} s)"
+            f"{off['counted']['Python calls a step']:,} (ready in {llm.runner.seconds:.1f} s)"
         )
         floor = decode_floor(lab.bandwidth, llm.model.step_bytes, 0)
         floors.append(f"{kind} {floor:.0f} tok/s, {floor / middle(off, 'tok/s'):.2f}x")
@@ -255,25 +256,26 @@ def fused_kernels(lab: Lab) -> Found:
     )
 
 
-class Ahead(Overlap):
+class Ahead(OverlapEngine):
     """Counts the steps that were planned while the one before ran."""
 
     ahead = 0
 
-    def step(self, deltas: list[Delta]) -> None:
+    def advance(self, deltas: list[Delta]) -> None:
         self.ahead += self.flight is not None
-        super().step(deltas)
+        super().advance(deltas)
 
 
 def overlap(lab: Lab) -> Found:
     """Decoding with the next step planned between two steps, or during the one before."""
-    engine = lab.llm.engine
-    ahead = Ahead(engine)
+    llm, engine, runner = lab.llm, lab.llm.engine, lab.llm.runner
+    ahead = Ahead(runner, llm.scheduler, llm.tokenizer, engine.eos_token_ids)
 
     def side(batch: int, on: bool) -> Run:
         scheduler, inside = lab.scheduler(), 0.0
-        engine.overlap = ahead if on else None
-        ahead.ahead, run_model = 0, engine.run_model
+        llm.engine = ahead if on else engine
+        llm.engine.scheduler = llm.scheduler
+        ahead.ahead, run_model = 0, runner.run
 
         def timed(batch):
             nonlocal inside
@@ -283,13 +285,13 @@ def overlap(lab: Lab) -> Found:
             finally:
                 inside += time.perf_counter() - began
 
-        engine.run_model = timed
+        runner.run = timed
         try:
             began = time.perf_counter()
             rate, requests = decode(lab.llm, batch, lab.sizes.decoded)
             share = inside / (time.perf_counter() - began) * 100
         finally:
-            engine.run_model, engine.overlap = run_model, None
+            runner.run, llm.engine = run_model, engine
         counted = scheduler.work | {"planned ahead": ahead.ahead}
         return Run(counted, {"tok/s": rate, "model %": share}, tokens_of(requests))
 

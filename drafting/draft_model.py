@@ -30,19 +30,18 @@ Sources: Leviathan et al. 2023 (arXiv:2211.17192, section 2.1); the self-draft: 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from block_tables import BlockTables
-from drafting.head import SHIPPED, HeadProposer, load_head
-from engine import Engine
+from compiled import ModelRunner
+from drafting.head import SHIPPED, HeadProposer, computed_anew, load_head
+from engine import Engine, lay_out
 from guided import GuidedAnswer
 from kv_paged import BlockPool, KVCache
-from layout import build_batch
-from model import Batch, Transformer
+from model import Transformer
 from radix import RadixCache
 from request import Answer
 from sampling import Sampled, draw, probabilities, process_logits, sample
@@ -76,13 +75,12 @@ class Draft:
 class DraftModel(Proposer):
     """Proposes what a model says. vocab_size is the target's; at most max_tokens are computed in one round."""
 
-    def __init__(self, model: Transformer, kv: KVCache, vocab_size: int, rejection=False, max_tokens: int = 512):
-        self.model, self.kv, self.vocab_size = model, kv, vocab_size
+    def __init__(self, runner: ModelRunner, vocab_size: int, rejection=False, max_tokens: int = 512):
+        self.runner, self.model, self.kv, self.vocab_size = runner, runner.model, runner.kv, vocab_size
         self.rejection, self.max_tokens = rejection, max_tokens
-        pool = BlockPool(kv.num_blocks, kv.block_size)
+        pool = BlockPool(self.kv.num_blocks, self.kv.block_size)
         self.tables = BlockTables(pool, RadixCache(pool))
         self.following: dict[Answer, tuple[Sequence, int]] = {}  # and how many tokens the target had last time
-        self.run_model: Callable[[Batch], torch.Tensor] = lambda batch: model(batch, kv)
 
     def strength(self, answers: list[Answer]) -> list[int]:
         return [1] * len(answers)
@@ -164,7 +162,7 @@ class DraftModel(Proposer):
             end = draft.seq.num_computed + n
             step.entries.append((draft.seq, n))
             rows.append(range(end - (end == len(draft.seq.tokens)), end))
-        logits = self.run_model(build_batch(step, rows, self.kv.block_size, self.model.norm.device)).float()
+        logits = self.runner.run(lay_out(step, rows, self.kv.block_size, self.model.norm.device)).float()
         for draft, n in entries:
             draft.seq.num_computed += n
         padding = max(0, self.vocab_size - logits.shape[1])
@@ -200,17 +198,18 @@ class DraftModel(Proposer):
         return draw(q, state.uniform(GUESS))
 
 
-def make_proposer(speculate: str, engine: Engine, load, rejection: bool) -> Proposer:
-    """The proposer that LLM's `speculate` asks for; load(name) -> (Transformer, Tokenizer) of a draft model.
+def make_proposer(speculate: str, engine: Engine, load, make_runner, rejection: bool, capture=None) -> Proposer:
+    """The proposer that LLM's `speculate` asks for.
 
-    A draft model gets as many pages as the target has.
+    load(name) -> (Transformer, Tokenizer) of a draft model, which gets as many pages as the target has;
+    make_runner(model, kv) -> its ModelRunner; capture: what may record the rounds of a head (None: nothing).
     """
     target, tokenizer, kv = engine.model, engine.tokenizer, engine.kv
     kind, colon, what = speculate.partition(":")
     if speculate == "ngram":
         return NgramProposer()
     if kind == "head" and (what or not colon):
-        return HeadProposer(load_head(what or SHIPPED, target), target, engine.rows)
+        return HeadProposer(load_head(what or SHIPPED, target), engine, capture or computed_anew)
     if kind == "self" and what.isdecimal():
         draft = first_layers(target, int(what))
     elif kind == "draft" and what:
@@ -225,7 +224,7 @@ def make_proposer(speculate: str, engine: Engine, load, rejection: bool) -> Prop
     pages = KVCache(
         len(draft.layers), kv.num_blocks, kv.block_size, c.num_kv_heads, c.head_dim, draft.dtype, kv.data.device
     )
-    return DraftModel(draft, pages, target.config.vocab_size, rejection)
+    return DraftModel(make_runner(draft, pages), target.config.vocab_size, rejection)
 
 
 def first_layers(model: Transformer, k: int) -> Transformer:

@@ -44,6 +44,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from drafting.budget import StepCost
+from engine import Engine
 from model import Transformer
 from quant_rows import SCHEMES, quantize_rows
 from quantize import Int8Linear, Linear
@@ -194,13 +195,13 @@ def computed_anew(run: Callable[[], Tensor]) -> tuple[Tensor, Callable]:
 
 
 class HeadProposer(Proposer):
-    """Proposes what a draft head says. rows: `Engine.rows`. capture: as for DecodeGraphs, to replay a round."""
+    """Proposes what a draft head says of the states that `engine` drew from. capture: as for CapturedRunner."""
 
     ROUNDS_TO_ASK = 1
     TRUST = 20.0  # for the Speculator: the strength says it already, whatever the answer
 
-    def __init__(self, head: DraftHead, target: Transformer, rows: dict[Answer, int], capture=computed_anew):
-        self.head, self.target, self.rows, self.capture = head, target, rows, capture
+    def __init__(self, head: DraftHead, engine: Engine, capture=computed_anew):
+        self.head, self.engine, self.rows, self.capture = head, engine, engine.rows, capture
         self.ids = head.kept.tolist()
         # After a step of the target, torch's dispatch runs with cold caches: an operation takes 50 microseconds.
         self.by_numpy = head.dtype is torch.float32 and head.kept.device.type == "cpu"
@@ -213,7 +214,7 @@ class HeadProposer(Proposer):
         self.first = {}
         if able:
             rows, tokens = [self.rows[answer] for answer in able], [answer.seq.tokens[-1] for answer in able]
-            self.states, guesses = self.round(self.target.states, rows, tokens)
+            self.states, guesses = self.round(self.engine.runner.states, rows, tokens)
             self.first = {c: (*guess, i) for i, (c, guess) in enumerate(zip(able, guesses, strict=True))}
         return [strength_of(self.first[answer][1]) if answer in self.first else 0 for answer in answers]
 
@@ -263,14 +264,14 @@ class HeadProposer(Proposer):
     @torch.inference_mode()
     def measure(self, most: int, before: Callable[[], object] = lambda: None) -> StepCost:
         """Seconds of a round of 1 to `most` answers, each timed right after `before`: a step of the target, say."""
-        shape = max(2, most), self.target.config.hidden_size  # two rows are always timed
+        shape = max(2, most), self.engine.model.config.hidden_size  # two rows are always timed
         states = torch.zeros(shape, dtype=self.head.dtype, device=self.head.kept.device)
         return StepCost.measure(lambda rows: self.round(states, list(range(rows)), [0] * rows), most, before=before)
 
     def record(self, rows: int) -> tuple[Tensor, Tensor, Tensor, Callable]:
         device = self.head.kept.device
         token = torch.zeros(rows, dtype=torch.int64, device=device)
-        state = torch.zeros(rows, self.target.config.hidden_size, dtype=self.head.dtype, device=device)
+        state = torch.zeros(rows, self.engine.model.config.hidden_size, dtype=self.head.dtype, device=device)
 
         def run() -> Tensor:
             after, logits = self.head(state, token)

@@ -172,7 +172,7 @@ class Recorder:
         rows = self.llm.engine.rows
         for answer in answers:
             if answer in rows:
-                self.states.setdefault(answer, []).append(self.llm.model.states[rows[answer]].half().cpu())
+                self.states.setdefault(answer, []).append(self.llm.engine.runner.states[rows[answer]].half().cpu())
         return [0] * len(answers)
 
     def propose(self, answers: list[Answer], limits: list[int]) -> list[list[int]]:

@@ -1,20 +1,17 @@
-"""What all commands of these files share: one way to end, and no flag that is taken and then changes nothing.
+"""The command line as a format: fields of a dataclass as flags, one way to end, and no flag that changes nothing.
 
-Problem. A flag that is accepted and ignored lies: whoever reads the figures believes they were measured with it. To
-compare values with their defaults does not find it out: a default, too, may have been asked for.
+Problem. A flag that is accepted and ignored misleads: whoever reads the figures believes they were measured with it. To
+compare values with their defaults does not detect it: a default, too, may have been typed.
 
-Idea. Read the words twice, the second time with every place taken already, so that no default can fill it:
+Idea. Read the words twice, the second time with every name set already, so that no default can fill it:
 
     words ─┬─► parser ──► args                             what is used
-           └─► parser, all places taken ──► given          only what a word replaced
+           └─► parser, all names set ──► given             only what a word replaced
                                               │
     the command's rules ──► refuse_unused ◄───┘            (flags, do they matter here?, what to do instead) ──► error
 
-A command is a function `main(argv) -> exit code` under the decorator `as_command`, which gives it its other ends:
-
-    what was asked for makes no sense, or is not there    "error: ..." on stderr, 2 (as argparse itself)
-    Ctrl-C                                                "interrupted", 130
-    whoever read stdout has left (`| head`)               nothing to say, and nobody to say it to: 1
+A command is a function `main(argv) -> exit code` under the decorator `as_command`, which gives it its other ends: 2 for
+what makes no sense or does not exist, 130 for Ctrl-C, 1 when the reader of stdout has left (`| head`).
 
 Left out: parsing; that is argparse's. No torch: benchmarks/peers.py imports this under another program's Python.
 """
@@ -22,10 +19,20 @@ Left out: parsing; that is argparse's. No torch: benchmarks/peers.py imports thi
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import functools
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+
+
+def warn(line: str, end: str = "\n") -> None:
+    """Write a line to stderr; where stderr is missing or closed, nothing happens."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if sys.stderr is not None:  # print would take None for stdout
+            print(line, end=end, file=sys.stderr, flush=True)
 
 
 def as_command(main: Callable[..., int]) -> Callable[..., int]:
@@ -33,16 +40,18 @@ def as_command(main: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
+        if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(errors="backslashreplace")  # an answer is not lost where é cannot be written
         try:
             return main(argv)
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush would fail
             return 1
         except (ValueError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
+            warn(f"error: {error}")
             return 2
         except KeyboardInterrupt:
-            print("\ninterrupted", file=sys.stderr)
+            warn("\ninterrupted")
             return 130
 
     return run
@@ -52,7 +61,7 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def value_of(read):
+def value_of(read: Callable):
     """A type for argparse that keeps the cause: of a plain ValueError it shows the name of the function only."""
 
     def convert(text: str):
@@ -64,11 +73,33 @@ def value_of(read):
     return convert
 
 
+READERS = {"integer": int, "real": float, "ids": int, "bias": json.loads, "schema": json.loads, "choice": json.loads}
+
+
+def add_flags(parser, fields: Iterable[dataclasses.Field], booleans=argparse.BooleanOptionalAction, **defaults) -> None:
+    """One flag for each field of a dataclass; `defaults` replace those of the fields.
+
+    Metadata of a field: help; kind, as sampling.SamplingParams lists them (else the annotation says it); read, a
+    function from text to value.
+    """
+    for field in fields:
+        annotation = str(field.type).split(" ")[0]
+        kind = field.metadata.get("kind") or {"int": "integer", "bool": "switch"}.get(annotation, "text")
+        default, text = defaults.get(field.name, field.default), field.metadata["help"].replace("%", "%%")
+        if kind == "switch":
+            parser.add_argument(flag(field.name), action=booleans, default=default, help=text)
+            continue
+        read = value_of(field.metadata.get("read") or READERS.get(kind, str))
+        text += "" if default is None else f" (default {default})"
+        many = {"nargs": "+"} if kind in ("strings", "ids") else {}
+        parser.add_argument(flag(field.name), type=read, default=default, help=text, metavar="X", **many)
+
+
 def given(parser: argparse.ArgumentParser, argv: Sequence[str] | None, args: argparse.Namespace) -> set[str]:
     """The names in `args` that the words of the command line set, be it to their defaults."""
-    taken: list = []  # a list, because flags that append begin with a copy of what they find
-    again, _ = parser.parse_known_args(argv, argparse.Namespace(**dict.fromkeys(vars(args), taken)))
-    return {name for name, value in vars(again).items() if value is not taken}
+    unset: list = []  # a list, because flags that append begin with a copy of what they find
+    again, _ = parser.parse_known_args(argv, argparse.Namespace(**dict.fromkeys(vars(args), unset)))
+    return {name for name, value in vars(again).items() if value is not unset}
 
 
 def refuse_unused(given: Iterable[str], *rules: tuple[Iterable[str], object, str]) -> None:

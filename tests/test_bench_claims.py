@@ -351,7 +351,7 @@ def test_a_failed_request_is_an_error_not_a_fast_answer(lab, monkeypatch):
         raise RuntimeError("no such kernel")
 
     with monkeypatch.context() as patch:
-        patch.setattr(lab.llm.engine, "run_model", broken)
+        patch.setattr(lab.llm.runner, "run", broken)
         request = lab.llm.add([1, 2, 3], answer_of(2))
         with pytest.raises(ValueError, match="no such kernel"):
             run_all(lab.llm, [request])

@@ -1,7 +1,6 @@
 """The command line: what it prints where, how it ends, and that it accepts exactly what the library accepts."""
 
 import dataclasses
-import inspect
 import io
 import json
 import os
@@ -13,8 +12,8 @@ from pathlib import Path
 import pytest
 import tiny
 
-import cli
-from generate import LLM
+import generate
+from generate import EngineConfig
 from sampling import SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,14 +26,13 @@ def folder(tmp_path_factory) -> str:
 
 
 def call(folder: str, *arguments: str) -> int:
-    return cli.main(["--model", folder, *FAST, *arguments])
+    return generate.main(["--model", folder, *FAST, *arguments])
 
 
 def test_every_argument_of_the_library_is_a_flag():
-    args = vars(cli.parse_arguments([]))
-    assert set(inspect.signature(LLM).parameters) - {"quiet"} <= set(args)
+    args = vars(generate.parse_arguments([]))
     assert {field.name for field in dataclasses.fields(SamplingParams)} <= set(args)
-    defaults = {name: p.default for name, p in inspect.signature(LLM).parameters.items() if name != "quiet"}
+    defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig) if field.name != "quiet"}
     assert {name: args[name] for name in defaults} == defaults
 
 
@@ -91,7 +89,7 @@ def test_bad_input_is_one_clear_line(folder, capsys, arguments, named):
 
 
 def test_unknown_model_says_what_is_known(capsys):
-    assert cli.main(["--model", "/no/such/model"]) == 2
+    assert generate.main(["--model", "/no/such/model"]) == 2
     assert "/no/such/model" in capsys.readouterr().err
 
 

@@ -5,7 +5,7 @@ import tiny
 import torch
 
 import kernels
-from compiled import DecodeGraphs, LayerCompiler, tape_capture
+from compiled import CapturedRunner, CompiledRunner, ModelRunner, cuda_capture, tape_capture
 from generate import LLM
 from kv_paged import KVCache
 from model import padding_batch
@@ -33,14 +33,13 @@ def test_F61_two_graphs_serve_every_prompt_length_batch_and_context(folder, quan
     work = [[prompt] for prompt in prompts([3, 1, 2, *range(4, 21)])]  # 20 prompt lengths alone
     work += [prompts(range(5, 5 + batch)) for batch in range(1, 9)]  # batches of 1 to 8
     plain = [answers(llm, batch) for batch in work]
-    compiler = LayerCompiler("eager", quiet=True)
-    compiler.install(llm.model)
+    compiler = llm.engine.runner = CompiledRunner(llm.model, llm.kv, "eager", quiet=True)
     llm.scheduler.drop_cache()
     assert [answers(llm, batch) for batch in work] == plain
-    assert answers(llm, prompts([60]))[0] and compiler.graphs == 2
+    assert answers(llm, prompts([60]))[0] and compiler.graphs_compiled == 2
     long = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
     llm.generate(prompts([40]), long)
-    assert compiler.graphs == 2
+    assert compiler.graphs_compiled == 2
 
 
 def test_inductor_compiles_one_layer_for_all(tmp_path):
@@ -83,8 +82,7 @@ def test_F62_padding_rows_of_a_bucket_touch_only_block_0(folder):
 
     reference = answers(llm, prompts([5, 9, 3]))
     llm.scheduler.drop_cache()
-    graphs = DecodeGraphs(llm.model, llm.kv, [1, 2, 8], llm.max_model_len // 4, replaying)
-    llm.engine.run_model = graphs
+    llm.engine.runner = CapturedRunner(llm.runner, [1, 2, 8], llm.max_model_len // 4, replaying)
     requests = [llm.add(prompt, GREEDY) for prompt in prompts([5, 9, 3])]
     llm.engine.step()  # all prompts; every later step is three rows in a bucket of eight
     used = {block for request in requests for block in request.seq.block_table}
@@ -96,7 +94,7 @@ def test_F62_padding_rows_of_a_bucket_touch_only_block_0(folder):
     assert torch.equal(llm.kv.data[:, :, free][:, :, untouched], before[:, :, untouched])
     while llm.engine.has_work:
         llm.engine.step()
-    assert [request.choices[0].token_ids for request in requests] == reference
+    assert [request.answers[0].token_ids for request in requests] == reference
     assert set(calls) == {8}
 
 
@@ -107,7 +105,7 @@ def test_a_batch_beyond_the_last_bucket_is_computed_as_always(folder):
     def never(run):
         raise AssertionError("nothing to capture")
 
-    llm.engine.run_model = DecodeGraphs(llm.model, llm.kv, [1, 2], 32, never)
+    llm.engine.runner = CapturedRunner(llm.runner, [1, 2], 32, never)
     llm.scheduler.drop_cache()
     assert answers(llm, prompts([5, 9, 3])) == plain
 
@@ -118,29 +116,28 @@ def test_a_tape_refuses_what_it_could_not_replay(folder):
     llm = LLM(str(folder), num_blocks=20)  # dense weights: their products are torch's own
     kv = KVCache(2, 4, 16, 2, 16, torch.float32)
     with pytest.raises(ValueError, match="cannot be part of a tape"):
-        DecodeGraphs(llm.model, kv, [1], 4, tape_capture).record(1)
+        CapturedRunner(ModelRunner(llm.model, kv), [1], 4, tape_capture).record(1)
     kernels.set_backend("reference")
 
 
 def test_measuring_what_steps_cost_compiles_nothing_more(folder):
     llm = LLM(str(folder), kernels="reference", num_blocks=40)
-    compiler = LayerCompiler("eager", quiet=True)
-    compiler.install(llm.model)
+    compiler = llm.engine.runner = CompiledRunner(llm.model, llm.kv, "eager", quiet=True)
     for prompt in prompts([1, 3]):
         answers(llm, [prompt])
-    assert compiler.graphs == 2
+    assert compiler.graphs_compiled == 2
     with torch.inference_mode():
         for rows in (1, 2, 5):
-            assert len(llm.model(padding_batch(rows, "cpu"), llm.kv)) == rows
-    assert compiler.graphs == 2
+            assert len(compiler.run(padding_batch(rows, "cpu"))) == rows
+    assert compiler.graphs_compiled == 2
 
 
 def test_steps_are_captured_on_a_gpu_only_where_no_kernel_waits_for_it(folder, monkeypatch):
     llm = LLM(str(folder), kernels="reference", num_blocks=20)
     llm.device = torch.device("cuda")
-    assert llm._graphs(llm.model, llm.kv, None, 4) is None  # the reference attention asks how long the contexts are
+    assert llm._capture(llm.model, None) is None  # the reference attention asks how long the contexts are
     monkeypatch.setattr(kernels, "_backend", "triton")
-    assert llm._graphs(llm.model, llm.kv, None, 4).buckets == [1, 2, 4]
+    assert llm._capture(llm.model, None) is cuda_capture
 
 
 def test_without_a_cpp_compiler_layers_run_uncompiled_and_say_so(tmp_path, monkeypatch, capsys):

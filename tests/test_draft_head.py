@@ -11,7 +11,7 @@ from test_engine import GREEDY, expected, make_engine, prompts_of, random_head, 
 from test_speculative import assert_drawn_from
 
 import kernels
-from compiled import DecodeGraphs
+from compiled import CapturedRunner
 from drafting import texts as head_texts
 from drafting.budget import Speculator
 from drafting.head import (
@@ -26,9 +26,9 @@ from drafting.head import (
     strength_of,
 )
 from drafting.train import Settings, head_step, main, measure, norm, train
+from engine import lay_out
 from generate import LLM
 from kv_paged import KVCache
-from layout import build_batch
 from sampling import SamplingParams
 from scheduler import Sequence, Step
 from speculative import NgramProposer
@@ -50,9 +50,7 @@ def last_state(tokens: list[int]) -> torch.Tensor:
     seq = Sequence(list(tokens), 1)
     seq.block_table = list(range(1, len(tokens) // 4 + 2))
     kv = KVCache(c.num_layers, len(seq.block_table) + 1, 4, c.num_kv_heads, c.head_dim, torch.float32)
-    (state,) = model.hidden(
-        build_batch(Step(0, [(seq, len(tokens))]), [range(len(tokens) - 1, len(tokens))], 4, "cpu"), kv
-    )
+    (state,) = model.hidden(lay_out(Step(0, [(seq, len(tokens))]), [range(len(tokens) - 1, len(tokens))], 4, "cpu"), kv)
     return state
 
 
@@ -69,7 +67,7 @@ class Spy(NgramProposer):
             self.without += row is None
             if row is not None:
                 tokens = tuple(choice.seq.tokens[:-1])
-                self.seen.append((tokens, self.engine.model.states[row].clone()))
+                self.seen.append((tokens, self.engine.runner.states[row].clone()))
         return super().strength(choices)
 
 
@@ -91,7 +89,7 @@ def test_the_states_are_those_that_the_last_tokens_were_drawn_from(case):
     engine = make_engine(**switches)
     if "graphs" in case:
         buckets = [3, 9, 30] if case.startswith("padded") else list(range(1, 30))
-        engine.run_model = DecodeGraphs(engine.model, engine.kv, buckets, 16, renewed)
+        engine.runner = CapturedRunner(engine.runner, buckets, 16, renewed)
     spy = Spy(engine)
     engine.speculator = Speculator(spy, 3)
     more = {
@@ -135,7 +133,7 @@ def test_strength_is_the_odds():
 
 
 def test_guesses_end_where_they_are_worth_less_than_the_limit_says():
-    proposer = HeadProposer(random_head("llama"), world()[2], {})
+    proposer = HeadProposer(random_head("llama"), make_engine())
     script = iter([[(7, 0.9)], [(8, 0.7)], [(9, 0.99)]])
     proposer.round = lambda states, rows, tokens: (states, next(script))
     proposer.states = torch.zeros(2, 4)
@@ -147,8 +145,8 @@ def test_guesses_end_where_they_are_worth_less_than_the_limit_says():
 
 @pytest.mark.parametrize("by_numpy", (True, False))
 def test_a_round_of_several_answers_is_each_by_itself(by_numpy):
-    head, model = random_head("llama"), world()[2]
-    proposer = HeadProposer(head, model, {})
+    head = random_head("llama")
+    proposer = HeadProposer(head, make_engine())
     assert proposer.by_numpy
     proposer.by_numpy = by_numpy
     states, tokens = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)), [5, 17, 300]
@@ -168,14 +166,14 @@ def test_F42_drawn_answers_keep_their_distribution(fields):
     row[list(favourites)] = torch.tensor(list(favourites.values()))
 
     def run_model(batch):
-        model.states = torch.ones(len(batch.logit_rows), 64)
+        engine.runner.states = torch.ones(len(batch.logit_rows), 64)
         return row.repeat(len(batch.logit_rows), 1)
 
-    engine.run_model = run_model
+    engine.runner.run = run_model
     draw = torch.Generator().manual_seed(5)
     weights = {n: torch.randn(s, generator=draw) for n, s in head_shapes(64, 16, 6).items() if n != "kept"}
     head = DraftHead(weights | {"kept": torch.tensor(list(favourites))}, model)
-    engine.speculator = Speculator(HeadProposer(head, model, engine.rows), 3)
+    engine.speculator = Speculator(HeadProposer(head, engine), 3)
     scores = torch.tensor(list(favourites.values())) / fields["temperature"]
     p = scores.softmax(0)
     if "top_p" in fields:
@@ -415,7 +413,7 @@ def test_the_shipped_head_guesses_for_the_default_model(smollm2):
 
 def test_an_engine_with_a_single_seat_can_time_its_head():
     engine = make_engine()
-    cost = HeadProposer(random_head("llama"), engine.model, engine.rows).measure(1)
+    cost = HeadProposer(random_head("llama"), engine).measure(1)
     assert cost.rows == [1, 2] and 0 < cost(1) <= cost(2)
 
 

@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from drafts import Drafts, rows_to_read
+from drafts import Drafts
 from kv_paged import BlockPool
+from request import Answer as RealAnswer
 from scheduler import Scheduler, Sequence
 
 THE, CAT, SAT, ON, HIS, HAT = range(6)
@@ -17,22 +18,27 @@ class Guesser:
     def __init__(self, *guess):
         self.guess, self.rooms, self.seen = list(guess), [], []
 
-    def propose(self, choices, rooms, trim):
+    def propose(self, answers, rooms, trim):
         self.rooms.append(rooms)
-        return [self.guess for _ in choices]
+        return [self.guess for _ in answers]
 
-    def observe(self, choice):
-        self.seen.append((choice.num_guessed, choice.num_right))
+    def observe(self, answer):
+        self.seen.append((answer.num_guessed, answer.num_right))
 
 
 class Answer:
-    """What drafts know of a Answer."""
+    """What drafts know of an answer."""
 
     def __init__(self, seq, max_tokens, forced=()):
         self.seq, self.forced, self.guide, self.finish_reason = seq, list(forced), None, None
         self.num_guessed = self.num_right = 0
         self.sampler = SimpleNamespace(n_output=1)
-        self.request = SimpleNamespace(beams=None, max_tokens=max_tokens, params=SimpleNamespace(scored=False))
+        self.index = 0
+        params = SimpleNamespace(scored=False, prompt_logprobs=None)
+        self.request = SimpleNamespace(search=None, max_tokens=max_tokens, params=params)
+
+    def rows_read(self):
+        return len(RealAnswer.rows_wanted(self, len(self.seq.tokens))) - 1  # behind the last decided token's
 
 
 def decoding(speculator, budget=4, max_tokens=20, forced=()):
@@ -43,15 +49,15 @@ def decoding(speculator, budget=4, max_tokens=20, forced=()):
     scheduler.computed(scheduler.schedule())
     seq.tokens.append(CAT)
     seq.answer = Answer(seq, max_tokens, forced)
-    return Drafts(scheduler, speculator), scheduler, seq.answer
+    return Drafts(speculator), scheduler, seq.answer
 
 
 def compute(drafts, scheduler):
-    drafted = drafts.append()
+    drafts.extend(scheduler.running)
     step = scheduler.schedule()
-    drafts.drop_unscheduled(step, drafted)
+    drafts.trim(step, scheduler)
     scheduler.computed(step)
-    return drafted
+    return drafts.drafted
 
 
 def test_the_picture():
@@ -59,52 +65,47 @@ def test_the_picture():
     drafts, scheduler, answer = decoding(guesser)
     assert compute(drafts, scheduler) == [answer]
     assert answer.seq.tokens == [THE, CAT, SAT, ON, HIS], "the budget of four has no row for the hat"
-    assert answer.seq.num_draft == answer.num_guessed == rows_to_read(answer) == 3
-    assert [drafts.settle(answer, token) for token in (SAT, ON, THE)] == [True, True, False]
-    assert answer.seq.tokens == [THE, CAT, SAT, ON] and answer.seq.num_computed == 4 and answer.seq.num_draft == 0
+    assert answer.seq.num_draft == answer.num_guessed == answer.rows_read() == 3
+    assert [drafts.settle(answer, token, scheduler) for token in (SAT, ON, THE)] == [True, True, False]
+    assert answer.seq.tokens == [THE, CAT, SAT, ON, THE] and answer.seq.num_computed == 4 and answer.seq.num_draft == 0
     assert len(answer.seq.block_table) == 2, "the page of what was wrong is free again"
-    drafts.observe([answer])
+    drafts.observe()
     assert guesser.seen == [(3, 2)]
 
 
 @pytest.mark.parametrize("max_tokens, carried", [(20, 3), (4, 2), (2, 0)])
 def test_a_draft_leaves_room_for_the_token_of_its_last_row(max_tokens, carried):
     guesser = Guesser(SAT, ON, HIS)
-    drafts, _, answer = decoding(guesser, max_tokens=max_tokens)
-    assert drafts.append() == [answer] * bool(carried) and guesser.rooms == [[max_tokens - 2]]
+    drafts, scheduler, answer = decoding(guesser, max_tokens=max_tokens)
+    drafts.extend(scheduler.running)
+    assert drafts.drafted == [answer] * bool(carried) and guesser.rooms == [[max_tokens - 2]]
     assert answer.seq.tokens == [THE, CAT, SAT, ON, HIS][: 2 + carried]
 
 
 def test_who_is_not_in_the_step_carries_nothing():
     drafts, scheduler, answer = decoding(Guesser(SAT, ON))
-    drafted = drafts.append()
-    drafts.drop_unscheduled(SimpleNamespace(entries=[]), drafted)
+    drafts.extend(scheduler.running)
+    drafts.trim(SimpleNamespace(entries=[]), scheduler)
     assert answer.seq.tokens == [THE, CAT] and answer.seq.num_draft == answer.num_guessed == 0
-
-
-def test_an_end_drops_the_guesses_behind_it_right_or_not():
-    drafts, scheduler, answer = decoding(Guesser(SAT, ON))
-    compute(drafts, scheduler)
-    answer.finish_reason = "stop"
-    assert not drafts.settle(answer, SAT)
-    assert answer.seq.tokens == [THE, CAT] and answer.num_right == 1 and answer.seq.num_draft == 0
 
 
 def test_forced_tokens_are_carried_once_known_and_read_only_to_be_scored():
     drafts, scheduler, answer = decoding(None, forced=(SAT, ON))
-    assert drafts.append() == [], "it is not known yet that this one has any"
-    drafts.settle(answer, CAT)
+    drafts.extend(scheduler.running)
+    assert drafts.drafted == [], "it is not known yet that this one has any"
+    drafts.jumping.add(answer)
     assert compute(drafts, scheduler) == [answer]
     assert answer.seq.tokens == [THE, CAT, SAT, ON] and answer.seq.num_draft == 2 and answer.num_guessed == 0
-    assert rows_to_read(answer) == 0
+    assert answer.rows_read() == 0
     answer.request.params.scored = True
-    assert rows_to_read(answer) == 2
+    assert answer.rows_read() == 2
 
 
 def test_forced_tokens_are_carried_instead_of_guesses():
     guesser = Guesser(HIS, HAT)
-    drafts, _, answer = decoding(guesser, forced=(SAT, ON))
-    drafts.append()
+    drafts, scheduler, answer = decoding(guesser, forced=(SAT, ON))
+    drafts.jumping.add(answer)
+    drafts.extend(scheduler.running)
     assert answer.seq.tokens == [THE, CAT, SAT, ON] and answer.num_guessed == 0 and not guesser.rooms
 
 
@@ -113,7 +114,8 @@ def test_who_fails_to_guess_is_not_asked_again(broken, capsys):
     guesser = Guesser(SAT)
     drafts, scheduler, answer = decoding(guesser)
     setattr(guesser, broken, lambda *args: 1 / 0)
-    drafts.observe(compute(drafts, scheduler))
+    compute(drafts, scheduler)
+    drafts.observe()
     assert drafts.speculator is None and "speculation is switched off: ZeroDivisionError" in capsys.readouterr().err
     carried = int(broken == "observe")
     assert answer.seq.num_draft == carried and answer.seq.tokens == [THE, CAT, SAT][: 2 + carried]

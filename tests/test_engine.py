@@ -20,12 +20,14 @@ import guided
 import kernels
 import naive
 from checkpoint import open_checkpoint
+from compiled import ModelRunner
 from drafting.budget import Speculator
 from drafting.draft_model import DraftModel, first_layers
 from drafting.head import DraftHead, HeadProposer, head_shapes
 from engine import Engine
 from kv_paged import BlockPool, KVCache
 from model import Transformer
+from overlap import OverlapEngine
 from radix import HashCache, RadixCache
 from sampling import SamplerState, SamplingParams, sample
 from scheduler import Scheduler
@@ -92,14 +94,16 @@ def make_engine(
     cache = {"radix": RadixCache, "hash": HashCache, "none": lambda pool: None}[prefix_cache](pool)
     scheduler = Scheduler(pool, cache, **({"max_model_len": CONTEXT} | switches))
     eos = frozenset(ckpt.config.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
-    engine = Engine(model, kv, scheduler, tokenizer, eos, jump_forward=jump_forward, overlap=overlap)
+    kind = OverlapEngine if overlap else Engine
+    engine = kind(ModelRunner(model, kv), scheduler, tokenizer, eos, jump_forward=jump_forward)
     if speculate == "ngram":
         engine.speculator = Speculator(NgramProposer(3, 1), most, step_cost)
     elif speculate == "head":
-        engine.speculator = Speculator(HeadProposer(random_head(arch), model, engine.rows), most, step_cost)
+        engine.speculator = Speculator(HeadProposer(random_head(arch), engine), most, step_cost)
     elif speculate:
         draft = {"copy": lambda: model, "stranger": stranger, "self:1": lambda: first_layers(model, 1)}[speculate]()
-        proposer = DraftModel(draft, pages(draft.config, len(draft.layers)), ckpt.config.vocab_size, rejection, 40)
+        runner = ModelRunner(draft, pages(draft.config, len(draft.layers)))
+        proposer = DraftModel(runner, ckpt.config.vocab_size, rejection, 40)
         engine.speculator = Speculator(proposer, most, step_cost)
     return engine
 
@@ -360,7 +364,7 @@ def test_F31_a_step_that_raises_fails_its_requests_only(monkeypatch, overlap):
     engine = make_engine(overlap=overlap)
     requests = [engine.add(p, GREEDY) for p in prompts_of(5, 6, 7)]
     engine.step()
-    monkeypatch.setattr(engine, "run_model", lambda batch: 1 / 0)
+    monkeypatch.setattr(engine.runner, "run", lambda batch: 1 / 0)
     deltas = engine.step()
     monkeypatch.undo()
     assert {d.finish_reason for d in deltas} == {"error"} and all("ZeroDivisionError" in d.error for d in deltas)
@@ -394,7 +398,7 @@ def test_F31_a_beam_that_raises_leaves_the_others(monkeypatch, capsys):
     beams = engine.add(prompts_of(6)[0], SamplingParams(beam_width=3, n=2, temperature=0, max_tokens=6))
     other = engine.add(prompts_of(5)[0], GREEDY)
     engine.step()
-    monkeypatch.setattr(beams.beams, "choose", lambda: 1 / 0)
+    monkeypatch.setattr(beams.search, "choose", lambda: 1 / 0)
     deltas = engine.step()
     assert beams.finished and "ZeroDivisionError" in beams.output().outputs[0].error
     assert any(d.request is other and d.token_ids for d in deltas), "the others' tokens of this step were lost"
@@ -408,14 +412,14 @@ def test_F31_a_beam_that_raises_leaves_the_others(monkeypatch, capsys):
 def test_F31_a_plan_that_raises_waits_for_the_step_on_its_way(monkeypatch):
     engine = make_engine(overlap=True)
     engine.add(prompts_of(5)[0], GREEDY)
-    while engine.overlap.flight is None:
+    while engine.flight is None:
         engine.step()
-    engine.overlap.flight.logits.result()
-    gate, run_model = threading.Event(), engine.run_model
-    monkeypatch.setattr(engine, "run_model", lambda batch: gate.wait(60) and run_model(batch))
+    engine.flight.logits.result()
+    gate, run_model = threading.Event(), engine.runner.run
+    monkeypatch.setattr(engine.runner, "run", lambda batch: gate.wait(60) and run_model(batch))
     engine.step()  # launches a step that waits at the gate
-    flight, land = engine.overlap.flight, engine.overlap.land
-    monkeypatch.setattr(engine.overlap, "land", lambda: (gate.set(), land()))
+    flight, discard = engine.flight, engine.discard
+    monkeypatch.setattr(engine, "discard", lambda: (gate.set(), discard()))
     monkeypatch.setattr(engine.scheduler, "schedule", lambda: 1 / 0)
     try:
         (delta,) = engine.step()
@@ -428,18 +432,19 @@ def test_F31_who_was_planned_behind_a_step_that_raises_is_told(monkeypatch):
     engine = make_engine(overlap=True, max_num_batched_tokens=3)
     short = dataclasses.replace(GREEDY, n=2, max_tokens=3)
     requests = [engine.add([5 + i], params) for i, params in enumerate((short, GREEDY, GREEDY))]
-    plan_next, planned = engine.overlap._plan_next, []
+    plan_next, planned = engine.plan_next, []
 
     def spy(flight):
-        blanks, step, *rest = plan_next(flight)
-        others = {seq.id for seq, _ in step.entries} - {c.seq.id for c in flight.answers} if step else set()
+        following = plan_next(flight)
+        entries = following.step.entries if following else []
+        others = {seq.id for seq, _ in entries} - {answer.seq.id for answer in flight.answers}
         planned.extend(others)
         if others:
             flight.logits = Future()
             flight.logits.set_exception(ZeroDivisionError())
-        return blanks, step, *rest
+        return following
 
-    monkeypatch.setattr(engine.overlap, "_plan_next", spy)
+    monkeypatch.setattr(engine, "plan_next", spy)
     deltas = []
     while engine.has_work and not planned:
         deltas = engine.step()
@@ -452,7 +457,7 @@ def test_F31_who_was_planned_behind_a_step_that_raises_is_told(monkeypatch):
 def test_F31_a_beam_search_that_cannot_tell_its_answers_ends_with_the_cause(monkeypatch):
     engine = make_engine()
     request = engine.add(prompts_of(6)[0], SamplingParams(beam_width=3, n=2, temperature=0, max_tokens=3))
-    monkeypatch.setattr(request.beams, "answers", lambda: 1 / 0)
+    monkeypatch.setattr(request.search, "answers", lambda: 1 / 0)
     deltas = []
     while engine.has_work:
         deltas += engine.step()
@@ -476,7 +481,7 @@ def test_F31_a_text_that_cannot_be_made_ends_its_own_request(monkeypatch):
 
 def test_F31_a_prompt_that_cannot_be_scored_ends_its_own_request(monkeypatch):
     engine = make_engine()
-    prompts, run_model = prompts_of(5, 6), engine.run_model
+    prompts, run_model = prompts_of(5, 6), engine.runner.run
     scored = engine.add(prompts[0], dataclasses.replace(GREEDY, prompt_logprobs=1))
     other = engine.add(prompts[1], GREEDY)
 
@@ -486,7 +491,7 @@ def test_F31_a_prompt_that_cannot_be_scored_ends_its_own_request(monkeypatch):
         return logits
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "run_model", first_row_is_bad)
+        patch.setattr(engine.runner, "run", first_row_is_bad)
         deltas = engine.step()
     assert [d.request for d in deltas if d.finish_reason == "error"] == [scored] and scored.finished
     while engine.has_work:
@@ -512,14 +517,14 @@ def test_F31_an_end_is_told_though_the_step_fails_behind_it(monkeypatch, overlap
 @pytest.mark.parametrize("overlap", (False, True))
 def test_whichever_thread_runs_the_model_has_chosen_its_gpu(monkeypatch, overlap):
     engine = make_engine(overlap=overlap)
-    engine.device, run_model, chosen, ran = torch.device("cuda:1"), engine.run_model, {}, set()
+    engine.device, run_model, chosen, ran = torch.device("cuda:1"), engine.runner.run, {}, set()
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.update({threading.get_ident(): str(device)}))
 
     def watched(batch):
         ran.add((threading.get_ident(), chosen.get(threading.get_ident())))
         return run_model(batch)
 
-    engine.run_model = watched
+    engine.runner.run = watched
     serve = threading.Thread(target=lambda: run(engine, [(prompts_of(5)[0], GREEDY)]))
     serve.start()
     serve.join()
@@ -564,16 +569,16 @@ def test_F31_one_request_whose_row_fails_leaves_the_others(monkeypatch):
 def test_F21_non_finite_logits_end_their_request_only():
     engine = make_engine()
     requests = [engine.add(p, GREEDY) for p in prompts_of(5, 6)]
-    healthy = engine.run_model
+    healthy = engine.runner.run
 
     def poisoned(batch):
         logits = healthy(batch)
         logits[0] = float("nan")
         return logits
 
-    engine.run_model = poisoned
+    engine.runner.run = poisoned
     engine.step()
-    engine.run_model = healthy
+    engine.runner.run = healthy
     while engine.has_work:
         engine.step()
     first, second = (request.output().outputs[0] for request in requests)
@@ -794,7 +799,7 @@ def test_F13_no_piece_of_a_stop_string_is_streamed():
         logits[:, next(script)] = 50.0
         return logits
 
-    engine.run_model = scripted
+    engine.runner.run = scripted
     request = engine.add([5, 6], dataclasses.replace(GREEDY, stop=["BCDEF"]))
     texts = []
     while engine.has_work:

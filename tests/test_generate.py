@@ -130,6 +130,6 @@ def test_bad_limits_are_named_before_a_model_is_loaded(name):
 
 
 def test_a_model_whose_first_step_fails_is_not_taken_for_ready(folder, monkeypatch):
-    monkeypatch.setattr("generate.LLM._graphs", lambda self, *args: lambda batch: 1 / 0)
+    monkeypatch.setattr("compiled.CompiledRunner.run", lambda self, batch: 1 / 0)
     with pytest.raises(ValueError, match="ZeroDivisionError"):
         LLM(folder, kernels="reference", num_blocks=40, compile=True)

@@ -127,7 +127,7 @@ def always(engine, token: int):
         logits[:, token] = 50.0
         return logits
 
-    engine.run_model = run_model
+    engine.runner.run = run_model
     return engine
 
 

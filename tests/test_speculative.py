@@ -10,7 +10,7 @@ import tiny
 import torch
 from test_engine import GREEDY, assert_all_free, expected, make_engine, prompts_of, run, world
 
-from compiled import DecodeGraphs
+from compiled import CapturedRunner
 from drafting.budget import CREDIT, MARGIN, MOST_CREDIT, SHARE, Record, Speculator, StepCost
 from drafting.draft_model import check_same_tokens, first_layers
 from generate import LLM
@@ -104,7 +104,7 @@ def fixed_logits(engine, favourites: dict[int, float]):
     row = torch.full((320,), -50.0)
     for token, value in favourites.items():
         row[token] = value
-    engine.run_model = lambda batch: row.repeat(len(batch.logit_rows), 1)
+    engine.runner.run = lambda batch: row.repeat(len(batch.logit_rows), 1)
 
 
 def test_rejection_through_the_engine_leaves_the_distribution_as_it_is():
@@ -555,7 +555,7 @@ def test_step_costs_are_interpolated_and_never_fall(monkeypatch):
 
 
 def test_several_tokens_of_a_sequence_replay_as_sequences_of_one():
-    model, answers = world()[2], []
+    answers = []
     for captured in (False, True):
         engine = make_engine(speculate="copy")
         if captured:
@@ -564,10 +564,10 @@ def test_several_tokens_of_a_sequence_replay_as_sequences_of_one():
                 output = run()
                 return output, lambda: output.copy_(run())
 
-            engine.run_model = DecodeGraphs(model, engine.kv, [4, 9, 30], 16, capture)
+            engine.runner = CapturedRunner(engine.runner, [4, 9, 30], 16, capture)
         params = SamplingParams(temperature=0.7, seed=1, max_tokens=20, ignore_eos=True, prompt_logprobs=0)
         outputs = run(engine, [(p, params) for p in prompts_of(5, 3, 40)])
         answers.append([output.outputs[0].token_ids for output in outputs])
         if captured:
-            assert set(engine.run_model.recorded) == {4, 9, 30}
+            assert set(engine.runner.recorded) == {4, 9, 30}
     assert answers[0] == answers[1]

@@ -1,0 +1,198 @@
+"""What a person at a terminal sees: an answer as it is made, a conversation, and figures beside their floor.
+
+stdout carries the answer (with --json one JSON object), stderr everything else. The closing line and --json show the
+same numbers: time to the first token (TTFT) and time per later token (TPOT) apart, since arithmetic bounds the one and
+memory the other, and the decode floor of benchmarks/roofline.py:
+
+    12 prompt tokens, TTFT 40 ms (300 tok/s) | 32 tokens, TPOT 5.0 ms, 200 tok/s | ... = 80% of the floor's 250 tok/s
+
+Left out: colours, and editing a conversation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from typing import TextIO
+
+from benchmarks.roofline import decode_floor, read_bandwidth
+from formats.command_line import warn
+from kv_paged import block_bytes
+from request import CompletionOutput, Request, RequestOutput
+from sampling import SamplingParams
+
+
+def figures(llm, request: Request) -> dict:
+    """What --json prints about one finished request; the closing line is made of the same numbers."""
+    result = request.output()
+    answer = result.outputs[0]
+    prompt_tokens, generated = len(request.prompt_ids), len(answer.token_ids)
+    ttft = (request.first_token or request.finished_at) - request.arrival
+    decode_s = request.finished_at - request.arrival - ttft
+    tpot = decode_s / (generated - 1) if generated > 1 else None
+    config = llm.config
+    per_token = block_bytes(config.num_layers, 1, config.num_kv_heads, config.head_dim, llm.kv.data.element_size())
+    bandwidth = read_bandwidth(llm.device)
+    floor = decode_floor(bandwidth, llm.model.step_bytes, per_token * (prompt_tokens + generated / 2))
+    numbers = {
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "finish_reason": answer.finish_reason,
+        "prompt_tokens": prompt_tokens,
+        "ttft_s": ttft,
+        "tpot_s": tpot,
+        "decode_tok_s": tpot and 1 / tpot,
+        "prefill_tok_s": (prompt_tokens - request.num_cached_tokens) / ttft,
+        "weight_bytes": llm.model.weight_bytes,
+        "kv_bytes": per_token * (prompt_tokens + generated),
+        "load_s": llm.load_s,
+        "compile_s": llm.runner.seconds,
+        "bandwidth_gb_s": bandwidth / 1e9,
+        "floor_tok_s": floor,
+        "floor_share": tpot and 1 / tpot / floor,
+    }
+    return numbers | details(result) | (llm.engine.speculator.stats() if llm.engine.speculator is not None else {})
+
+
+def details(result: RequestOutput) -> dict:
+    """What only --json has room for: all answers if there are several, and log-probabilities if asked for."""
+    more = {}
+    if len(result.outputs) > 1 or result.outputs[0].logprobs is not None:
+        more["outputs"] = [answer_dict(answer) for answer in result.outputs]
+    if result.prompt_logprobs is not None:
+        more["prompt_logprobs"] = [score and score._asdict() for score in result.prompt_logprobs]
+    return more
+
+
+def answer_dict(answer: CompletionOutput) -> dict:
+    scores = answer.logprobs and [score._asdict() for score in answer.logprobs]
+    return dataclasses.asdict(answer) | {"logprobs": scores}
+
+
+def closing_line(f: dict) -> str:
+    line = f"{f['prompt_tokens']} prompt tokens, TTFT {f['ttft_s'] * 1e3:.0f} ms ({f['prefill_tok_s']:.0f} tok/s)"
+    if f["tpot_s"]:
+        read = f["floor_share"] * f["bandwidth_gb_s"]
+        line += (
+            f" | {len(f['token_ids'])} tokens, TPOT {f['tpot_s'] * 1e3:.1f} ms, {f['decode_tok_s']:.1f} tok/s"
+            f" | weights {f['weight_bytes'] / 1e6:.0f} MB, {read:.1f} GB/s of {f['bandwidth_gb_s']:.1f}"
+            f" = {f['floor_share']:.0%} of the floor's {f['floor_tok_s']:.0f} tok/s"
+        )
+    return line + speculation(f)
+
+
+def speculation(f: dict) -> str:
+    """What guessing came to, if it was on: part of every closing line."""
+    if "drafted" not in f:
+        return ""
+    share = f["accepted"] / f["drafted"] if f["drafted"] else 0.0
+    return (
+        f" | {f['accepted']} of {f['drafted']} guesses accepted = {share:.0%}, {f['tokens_per_step']:.2f} tokens a step"
+        f", one guess pays above {f['break_even']:.0%}"
+    )
+
+
+def stream_answer(llm, request: Request, out: TextIO) -> None:
+    """Run until `request` has ended, writing the text of its first answer as it comes. Interrupting aborts it.
+
+    Of answers that compete (best_of) nobody knows which will be the first: it is written when all have ended.
+    """
+    competing = request.width > request.params.n
+    try:
+        while not request.finished:
+            for delta in llm.engine.step():
+                if delta.request is request and delta.index == 0 and not competing:
+                    print(delta.text, end="", file=out, flush=True)
+        if competing:
+            print(request.output().outputs[0].text, end="", file=out, flush=True)
+    finally:
+        llm.engine.abort(request)
+
+
+def run_prompt(llm, args: argparse.Namespace, params: SamplingParams) -> int:
+    request = llm.add(args.prompt, params)
+    out = sys.stderr if args.json else sys.stdout
+    if not args.json:
+        print(args.prompt, end="", flush=True)
+    stream_answer(llm, request, out)
+    print(file=out)
+    answers = request.output().outputs
+    for answer in answers[1:] if not args.json else []:
+        print(f"\n[{answer.index}] {args.prompt}{answer.text}")
+    failed = [answer.error for answer in answers if answer.error]
+    if failed:
+        warn(f"error: {failed[0]}")
+        return 1
+    measured = figures(llm, request)
+    if args.json:
+        print(json.dumps(measured, ensure_ascii=False))
+    else:
+        warn(closing_line(measured))
+    return 0
+
+
+def read_prompts(path: str) -> list[str]:
+    """The lines of a UTF-8 file that are not blank; a byte-order mark is not part of the first."""
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            prompts = [line.rstrip("\n") for line in file if line.strip()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompts-file {path!r} is not UTF-8 ({error}): convert it") from None
+    if not prompts:
+        raise ValueError(f"--prompts-file {path!r} holds no prompt: write one on each line")
+    return prompts
+
+
+def run_file(llm, args: argparse.Namespace, params: SamplingParams, prompts: list[str]) -> int:
+    """All prompts answered together. Prints one JSON object with --json, else the answers in order."""
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params)
+    seconds = time.perf_counter() - start
+    tokens = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
+    if args.json:
+        answers = [
+            {"prompt": o.prompt, "outputs": [answer_dict(a) for a in o.outputs], "ttft_s": o.ttft_s} | details(o)
+            for o in outputs
+        ]
+        print(json.dumps({"answers": answers, "seconds": seconds, "tok_s": tokens / seconds}, ensure_ascii=False))
+    else:
+        for output in outputs:
+            for answer in output.outputs:
+                print(f"{output.prompt}{answer.text}\n")
+    ttft = statistics.median(o.ttft_s for o in outputs if o.ttft_s is not None) if tokens else 0.0
+    warn(
+        f"{len(prompts)} prompts, {tokens} tokens in {seconds:.1f} s = {tokens / seconds:.1f} tok/s, "
+        f"median TTFT {ttft * 1e3:.0f} ms{speculation(llm.stats())}"
+    )
+    return int(any(answer.error for output in outputs for answer in output.outputs))
+
+
+def run_chat(llm, args: argparse.Namespace, params: SamplingParams) -> int:
+    """A conversation on the terminal. Its KV stays in the prefix cache, so a turn computes only what is new."""
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    warn("An empty line or Ctrl-D ends the conversation, Ctrl-C an answer.")
+    while True:
+        try:
+            text = input("> ")
+        except EOFError:
+            return 0
+        if not text.strip():
+            return 0
+        messages.append({"role": "user", "content": text})
+        try:
+            request = llm.add(llm.tokenizer.encode_chat(messages), params)
+        except ValueError as error:  # the conversation outgrew the context, say: keep it, drop only this turn
+            warn(f"error: {error}")
+            messages.pop()
+            continue
+        try:
+            stream_answer(llm, request, sys.stdout)
+        except KeyboardInterrupt:
+            pass
+        print()
+        messages.append({"role": "assistant", "content": request.answers[0].text})
+        warn(f"[{len(request.prompt_ids)} prompt tokens, {request.num_cached_tokens} of them cached]")
