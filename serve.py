@@ -39,15 +39,15 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from formats.command_line import as_command, given, refuse_unused
 from generate import LLM, add_engine_flags, engine_arguments, engine_rules
 from serving.engine_thread import EngineThread, Unavailable
-from serving.guard import ApiError, ApiKey, BodyLimit, EventStream, HeaderLimit, LocalHost, on_error
+from serving.guard import ApiError, BodyLimit, EventStream, Gate, HeaderLimit, local_only, needs_key, on_error
 from serving.live import Live
-from serving.metrics import exposition
 from serving.ollama_api import OllamaApi
 from serving.openai_api import OpenAIApi
 from serving.service import Limits, Service
@@ -83,14 +83,13 @@ def build_app(
     app.include_router(OpenAIApi(service).router)
     app.include_router(OllamaApi(service).router)
     add_status_routes(app, service, live)
-    for kind in (ApiError, Unavailable, ValueError, RequestValidationError, HTTPException):
+    for kind in (ApiError, Unavailable, ValueError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, on_error)
-    app.add_exception_handler(Exception, on_error)
     app.add_middleware(BodyLimit, limit=limits.max_body, patience=limits.stall_seconds)
     if api_key:
-        app.add_middleware(ApiKey, key=api_key)
+        app.add_middleware(Gate, check=needs_key(api_key))
     elif local:
-        app.add_middleware(LocalHost)
+        app.add_middleware(Gate, check=local_only)
     if cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -115,8 +114,8 @@ def add_status_routes(app: FastAPI, service: Service, live: Live) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> PlainTextResponse:
         """Counts and histograms as Prometheus reads them."""
-        stats = await engine.call(lambda: {s.name: (s.metrics, s.llm.stats()) for s in engine.models.values()})
-        return PlainTextResponse(exposition(stats), media_type="text/plain; version=0.0.4; charset=utf-8")
+        engine.metrics.stats = await engine.call(lambda: {s.name: s.llm.stats() for s in engine.models.values()})
+        return PlainTextResponse(generate_latest(engine.metrics.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     @app.get("/live/events", response_model=None)
     async def live_events(model: str | None = None) -> EventStream:
@@ -169,7 +168,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets=None) -> None:
         state = self.app.state
         state.engine.draining = True
-        state.live.close()
+        state.live.closing = True
         deadline = asyncio.get_running_loop().call_later(self.drain, self._end_all)
         try:
             await super().shutdown(sockets)

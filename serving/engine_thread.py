@@ -1,45 +1,32 @@
-"""One thread runs the engine; everybody else sends it letters.
+"""One thread runs the engine; everybody else sends it messages.
 
-The problem. A server has hundreds of clients that come, read slowly, and leave when they like. An engine has one batch,
-and it must never wait for any of them. Locks around the engine would make a step wait for a client and a client wait
-for a step, and would leave open which of two requests came first.
+The problem. A server has hundreds of clients that come, read slowly, and leave when they like. An engine has one batch
+and must never wait for any of them. Locks around the engine would make a step wait for a client and a client for a
+step, and would leave open which of two requests came first.
 
-The idea. The engine belongs to one thread. Letters go in by a queue and are opened between two steps; what a step
-produced goes out in one delivery to the event loop, which puts it into the box of the job it is for.
+The idea. The engine belongs to one thread. Messages are functions in a queue, run between two steps. What a step
+produced goes to the event loop in one delivery, which appends it to the unread deltas of the jobs it is for.
 
     event loop (all clients)                               engine thread
-      submit, abort, call  ──► letters (a queue) ──► open all of them
-                                                     step each engine that has work
-      job's box: unread deltas ◄── one delivery ◄─── deltas of the step
-           │
+      submit, abort, call  ──► messages (a queue) ──► run all of them
+                                                      step each engine that has work
+      Job: unread deltas   ◄── one delivery ◄──────── deltas of the step
            └─► read() takes everything unread at once, merged: a slow reader gets fewer, longer pieces
 
-What is bounded, and by what. A box holds the unread part of one job's answers, which cannot be longer than the context
-times the number of answers; the sum over all boxes is bounded because only so many jobs may be open (max_queue).
-A step never waits for a reader. A client that leaves is a letter, opened before the next step, so its blocks are back
-within one step. Several models take turns in the one thread, a step each: they share the cores anyway.
-
-Failures. What the engine refuses (ValueError) is the answer to the letter. If a step fails as a whole, beyond the
-requests it holds (engine.py ends those itself), all requests of that model end with the error; if not even that is
-possible the model is marked broken and takes no more, and the others go on.
-
 Source: the shape is that of vLLM's AsyncLLMEngine (Kwon et al. 2023, section 5), with a thread in place of a process.
-Left out: a process of its own for the engine, which would free it of the interpreter lock that it shares with the
-event loop; the native kernels run outside that lock.
+Left out: a process for the engine, which would not share the interpreter lock with the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import math
 import queue
-import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Hashable
-from concurrent.futures import Future
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,7 +36,7 @@ from request import Delta, Request
 from sampling import SamplingParams
 from serving.metrics import Metrics
 
-OBSERVE_SECONDS = 0.1  # between two looks of the live page while nothing happens
+log = logging.getLogger("vitrine")
 
 
 class Unavailable(Exception):
@@ -66,9 +53,8 @@ class Served:
 
     name: str
     llm: LLM
-    metrics: Metrics
     created: int = field(default_factory=lambda: int(time.time()))
-    jobs: dict[int, Job] = field(default_factory=dict)  # engine request id -> job; the engine thread's own
+    jobs: dict[Request, Job] = field(default_factory=dict)  # of the open requests; the engine thread's own
     open: int = 0  # requests taken and not ended; the event loop's own
     broken: str | None = None
     seconds: float = 1.0  # what a request took lately, smoothed: for Retry-After
@@ -80,18 +66,22 @@ class Served:
         return max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size))
 
     def retry_after(self) -> int:
-        """Seconds until the requests now open will have gone through the seats there are, by the latest pace."""
+        """Seconds until the open requests will have gone through the batch, by the latest pace."""
         turns = self.open / self.llm.scheduler.max_num_seqs
         return min(60, max(1, math.ceil(turns * self.seconds)))
 
 
 class Job:
-    """One client's request: a prompt or several, answered together. Used by the event loop only."""
+    """One client's request: a prompt or several, answered together. Used by the event loop only.
 
-    def __init__(self, served: Served, streaming: bool):
+    The unread deltas cannot be longer than the context times the number of answers, and only so many jobs may be open
+    (`max_queue`), so the memory is bounded although no step ever waits for a reader.
+    """
+
+    def __init__(self, served: Served, prompts: int, streaming: bool):
         self.served, self.streaming = served, streaming
         self.requests: list[Request] = []
-        self.unfinished = 0  # of them; the engine thread's own
+        self.unfinished = prompts
         self.ended = asyncio.Event()
         self._unread: list[Delta] = []
         self._news = asyncio.Event()
@@ -99,38 +89,34 @@ class Job:
     async def read(self) -> list[Delta]:
         """What is new, one delta for each answer that has news; [] when there will be nothing more."""
         await self._news.wait()
-        self._news.clear()
-        if self.ended.is_set():
-            self._news.set()  # whoever asks again is told at once that there is nothing more
+        if not self.ended.is_set():  # after the end, another call returns [] at once
+            self._news.clear()
         unread, self._unread = self._unread, []
-        groups: dict[tuple[int, int], list[Delta]] = {}
+        groups: dict[tuple[Request, int], list[Delta]] = {}
         for delta in unread:
-            groups.setdefault((delta.request.id, delta.index), []).append(delta)
-        news = [merged(parts) for parts in groups.values()]
-        for delta, parts in zip(news, groups.values(), strict=True):
-            delta.error = parts[-1].error
-        return news
+            groups.setdefault((delta.request, delta.index), []).append(delta)
+        return [merged(parts) for parts in groups.values()]
 
-    def deliver(self, deltas: list[Delta], ended: bool) -> None:
+    def deliver(self, deltas: list[Delta], closed: int) -> None:
+        """Deltas of one request, or the end of `closed` requests, or both."""
+        self.served.open -= closed
+        self.unfinished -= closed
         self._unread += deltas if self.streaming else []
-        if ended:
+        if self.unfinished == 0:
             self.ended.set()
         self._news.set()
 
 
 class EngineThread:
     """Owns the engines. `start` and the coroutines belong to one event loop; `max_queue` is the number of requests
-    that may wait for a seat, for each model."""
+    that may wait for a batch slot, for each model. Several models take turns, a step each: they share the cores."""
 
     def __init__(self, models: dict[str, LLM], max_queue: int = 1024):
-        self.models = {name: Served(name, llm, Metrics()) for name, llm in models.items()}
+        self.models = {name: Served(name, llm) for name, llm in models.items()}
+        self.metrics = Metrics(models)
         self.max_queue = max_queue
         self.draining = False
-        self.observer: Callable[[], None] | None = (
-            None  # called in the engine thread after every turn (serving/live.py)
-        )
-        self._letters: queue.SimpleQueue = queue.SimpleQueue()
-        self._outbox: deque[tuple[Job, list[Delta], int, bool]] = deque()
+        self._messages: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None: stop
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -151,10 +137,10 @@ class EngineThread:
             raise Unavailable("the server is shutting down and takes no new requests", 503, 10)
         if served.broken or not self._thread.is_alive():
             raise Unavailable(f"model {served.name!r} has failed and must be restarted: {served.broken}", 503, 60)
-        seats = served.llm.scheduler.max_num_seqs
-        if served.open + n > seats + self.max_queue:
+        slots = served.llm.scheduler.max_num_seqs
+        if served.open + n > slots + self.max_queue:
             message = (
-                f"{served.open} requests are open and {n} more do not fit: {seats} run at a time and "
+                f"{served.open} requests are open and {n} more do not fit: {slots} run at a time and "
                 f"--max-queue={self.max_queue} may wait; try again later"
             )
             raise Unavailable(message, 429, served.retry_after())
@@ -170,7 +156,7 @@ class EngineThread:
     ) -> Job:
         """Queue all prompts (ids, and their text) or none. Raises Unavailable, or the engine's ValueError."""
         self.check_room(served, len(prompts))
-        job = Job(served, streaming)
+        job = Job(served, len(prompts), streaming)
         served.open += len(prompts)
 
         def add() -> None:
@@ -181,58 +167,48 @@ class EngineThread:
             except BaseException:
                 for request in job.requests:
                     engine.abort(request)
-                job.requests.clear()
+                self._deliver([(job, [], len(prompts))])
                 raise
-            job.unfinished = len(job.requests)
-            served.jobs |= {request.id: job for request in job.requests}
+            served.jobs |= dict.fromkeys(job.requests, job)
 
         try:
             await self.call(add)
         except asyncio.CancelledError:
-            # The letter may have been opened already or not; this one comes after it.
-            self.send(
-                lambda: (
-                    self._abort(served, job.requests, None) if job.requests else self._send(job, [], len(prompts), True)
-                )
-            )
-            raise
-        except BaseException:
-            served.open -= len(prompts)
+            self.abort(job)  # this message runs after `add`
             raise
         return job
 
     def abort(self, job: Job) -> None:
-        """The client left. Ended already: nothing happens."""
+        """The client left. If the job has ended, nothing happens."""
         if not job.ended.is_set():
-            self._letters.put(lambda: self._abort(job.served, job.requests, None))
+            self.send(lambda: self._abort(job.served, job.requests, None))
 
     def abort_all(self, reason: str) -> None:
         """End every request with an error that says why."""
         for served in self.models.values():
-            self._letters.put(lambda s=served: self._abort(s, [r for j in s.jobs.values() for r in j.requests], reason))
+            self.send(lambda served=served: self._abort(served, list(served.jobs), reason))
 
     async def call(self, function: Callable[[], Any]) -> Any:
         """Run a function in the engine thread, between two steps, and return what it returns."""
-        answer: Future = Future()
+        answer = asyncio.get_running_loop().create_future()
 
-        def letter() -> None:
-            if not answer.set_running_or_notify_cancel():
-                return
+        def message() -> None:
             try:
-                answer.set_result(function())
+                setter, result = answer.set_result, function()
             except BaseException as error:
-                answer.set_exception(error)
+                setter, result = answer.set_exception, error
+            self.post(lambda: answer.done() or setter(result))  # done: whoever asked has been cancelled
 
-        self._letters.put(letter)
-        return await asyncio.wrap_future(answer)
+        self.send(message)
+        return await answer
 
-    def send(self, letter: Callable[[], None]) -> None:
-        """Have something done in the engine thread, without waiting for it."""
-        self._letters.put(letter)
+    def send(self, message: Callable[[], None]) -> None:
+        """Have a function run in the engine thread, without waiting for it."""
+        self._messages.put(message)
 
     async def stop(self) -> None:
         """Stop working. Requests still open get no further answer."""
-        self._letters.put(None)
+        self._messages.put(None)
         await asyncio.to_thread(self._thread.join)
 
     # -- the engine thread
@@ -242,28 +218,26 @@ class EngineThread:
         try:
             self._loop.call_soon_threadsafe(function)
         except RuntimeError:  # it has closed: the server is gone, and so are its clients
-            self._outbox.clear()
+            pass
 
     def _run(self) -> None:
         while True:
             busy = [s for s in self.models.values() if not s.broken and s.llm.engine.has_work]
             try:
-                if not self._open_letters(wait=not busy):
+                if not self._run_messages(wait=not busy):
                     return
                 for served in busy:
                     self._step(served)
-                if self.observer:
-                    self.observer()
-            except Exception as error:  # a letter or an observer with a bug must not take the engine along
-                print(f"engine thread: {type(error).__name__}: {error}", file=sys.stderr)
+            except Exception as error:  # a message with a bug must not end the engine
+                log.error("engine thread: %s: %s", type(error).__name__, error)
 
-    def _open_letters(self, wait: bool) -> bool:
-        """Do what the letters say; False if one says stop."""
+    def _run_messages(self, wait: bool) -> bool:
+        """Run all queued messages; False if one says stop."""
         try:
-            letter = self._letters.get(wait, OBSERVE_SECONDS if self.observer else None)
-            while letter is not None:
-                letter()
-                letter = self._letters.get_nowait()
+            message = self._messages.get(wait)
+            while message is not None:
+                message()
+                message = self._messages.get_nowait()
         except queue.Empty:
             return True
         return False
@@ -271,24 +245,26 @@ class EngineThread:
     def _step(self, served: Served) -> None:
         try:
             deltas = served.llm.engine.step()
-        except Exception as error:
+        except Exception as error:  # beyond the requests of the step, which the engine ends itself: end them all
             reason = f"{type(error).__name__}: {error}"
-            print(f"model {served.name!r}: a step failed as a whole: {reason}", file=sys.stderr)
-            self._abort(served, list(served.llm.engine.requests.values()), reason)
+            log.error("model %r: a step failed as a whole: %s", served.name, reason)
+            self._abort(served, list(served.jobs), reason)
             return
         self._publish(served, deltas)
 
-    def _abort(self, served: Served, requests: list[Request], error: str | None) -> None:
-        """End requests early: with an error that their clients are told, or silently, since they left."""
+    def _abort(self, served: Served, requests: Iterable[Request], error: str | None) -> None:
+        """End requests early: with an error that their clients are told, or silently, since they left.
+
+        A model that cannot even do that is broken: it takes no more requests, and the others go on.
+        """
         deltas: list[Delta] = []
         try:
             for request in requests:
                 deltas += served.llm.engine.abort(request)
         except Exception as failure:
             served.broken = f"{type(failure).__name__}: {failure}"
-            print(f"model {served.name!r} is out of service: {served.broken}", file=sys.stderr)
-            for job in served.jobs.values():  # one entry for each request of a job
-                self._send(job, [], 1, True)
+            log.error("model %r is out of service: %s", served.name, served.broken)
+            self._deliver([(job, [], 1) for job in served.jobs.values()])  # one entry for each request of a job
             served.jobs.clear()
         if error:
             for delta in deltas:
@@ -298,33 +274,28 @@ class EngineThread:
 
     def _publish(self, served: Served, deltas: list[Delta]) -> None:
         """Count the deltas and hand them to their jobs."""
-        now = time.perf_counter()
+        now, deliveries = time.perf_counter(), []
         groups: dict[Request, list[Delta]] = {}  # where guesses were right: A's first token, B's, A's second, B's
         for delta in deltas:
             groups.setdefault(delta.request, []).append(delta)
         for request, group in groups.items():
-            job = served.jobs.get(request.id)
+            job = served.jobs.get(request)
             if job is None:  # refused halfway: its client never saw it begin
                 continue
-            served.metrics.count(request, group, now)
-            closed = request.finished
-            if closed:
-                job.unfinished -= 1
-                del served.jobs[request.id]
-                served.metrics.close(request)
+            self.metrics.count(served.name, request, group, now)
+            if request.finished:
+                del served.jobs[request]
+                self.metrics.close(served.name, request)
                 served.seconds += 0.1 * (now - request.arrival - served.seconds)
-            self._send(job, group, int(closed), job.unfinished == 0)
+            deliveries.append((job, group, int(request.finished)))
+        if deliveries:
+            self._deliver(deliveries)
 
-    def _send(self, job: Job, deltas: list[Delta], closed: int, ended: bool) -> None:
-        """Put a delivery into the outbox; one wake-up of the event loop empties it, however much is in it by then."""
-        self._outbox.append((job, deltas, closed, ended))
-        if len(self._outbox) == 1:
-            self.post(self._empty_outbox)
+    def _deliver(self, deliveries: list[tuple[Job, list[Delta], int]]) -> None:
+        """One wake-up of the event loop for all of them."""
 
-    def _empty_outbox(self) -> None:
-        """In the event loop."""
-        while self._outbox:
-            job, deltas, closed, ended = self._outbox[0]
-            job.served.open -= closed
-            job.deliver(deltas, ended)
-            self._outbox.popleft()
+        def deliver() -> None:
+            for job, deltas, closed in deliveries:
+                job.deliver(deltas, closed)
+
+        self.post(deliver)

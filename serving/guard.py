@@ -1,20 +1,17 @@
 """What stands between a socket and the engine: errors with one shape, limits, the key, and answers that may be left.
 
 The problem. Whatever a stranger sends must cost little and end in a clear answer: fifty megabytes of body, JSON that is
-none, a wrong key, a reader who stops reading. A framework's own answers are HTML, tracebacks, or echoes of the input.
+none, a wrong key, a reader who stops reading. A framework's own answers are plain texts that echo the input.
 
 The idea. Small layers, each with one duty, outermost first; all but HeaderLimit are ASGI's:
 
-    socket ─► HeaderLimit: 408 ─► ApiKey: 401    ─► BodyLimit: 413 ─► routes: 400 404 429 503 ─► EventStream
-              until they are      or LocalHost: 403   408 while it      ApiError, in the shape     stops when the client
-              there; CORS behind                      arrives           of the API that is called  leaves or stalls
+    socket ─► HeaderLimit: 408 ─► Gate: 401 no key     ─► BodyLimit: 413 ─► routes: 400 404 429 503 ─► EventStream
+              until they are      or 403 another host      408 while it      ApiError, in the shape     stops when the
+              there; CORS behind                           arrives           of the API that is called  client leaves
 
-Errors are `{"error": {"message", "type", "param", "code"}}`, as OpenAI's clients expect, and `{"error": "message"}`
-under /api/, as Ollama's do. A message never repeats more than a little of what was sent.
-
-A web page of another origin cannot use a server on loopback: a body must be declared as JSON, which a browser sends to
-another origin only after a preflight, and that is answered only for the origins of --cors-origin. LocalHost closes the
-way around that.
+A web page of another origin cannot use a server on loopback: a body must be declared as JSON (or, for Ollama's clients,
+come without an Origin), which a browser sends to another origin only after a preflight, and that is answered only for
+the origins of --cors-origin. `local_only` closes the way around that.
 
 Source: OpenAI's API reference, "Error codes"; the ASGI specification, "HTTP & WebSocket". Left out: TLS, rates per
 client, and a bound on the time that a body which trickles in may take to arrive (put a proxy in front).
@@ -31,10 +28,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from urllib.parse import urlsplit
 
-from fastapi import HTTPException as BadBody
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -47,47 +44,48 @@ OPEN_PATHS = ("/", "/health")  # no key needed: a static page, and whether the s
 
 
 class ApiError(Exception):
-    """An answer that is an error: status, what is wrong, which field, and a code for programs."""
+    """An answer that is an error: status, what is wrong, which field, a code for programs, and further headers."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after=None):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping | None = None,
+    ):
         super().__init__(message)
-        self.status, self.message, self.param, self.code, self.retry_after = status, message, param, code, retry_after
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers or {}
 
 
-def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict:
-    """OpenAI's error object. Lone surrogates, which JSON can carry and UTF-8 cannot, are replaced."""
-    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    message = message[:LONGEST_MESSAGE].encode("utf-8", "replace").decode()
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+def error_body(error: ApiError, path: str = "") -> dict:
+    """OpenAI's error object, or Ollama's. Lone surrogates, which JSON can carry and UTF-8 cannot, are replaced."""
+    kind = KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    message = error.message[:LONGEST_MESSAGE].encode("utf-8", "replace").decode()
+    if path.startswith("/api/"):
+        return {"error": message}
+    return {"error": {"message": message, "type": kind, "param": error.param, "code": error.code}}
 
 
 def error_response(path: str, error: ApiError) -> JSONResponse:
     """The answer in the shape of the API that `path` belongs to."""
-    body = error_body(error.status, error.message, error.param, error.code)
-    if path.startswith("/api/"):
-        body = {"error": body["error"]["message"]}
-    headers = {"Retry-After": str(error.retry_after)} if error.retry_after else {}
-    if error.status == 408:
-        headers["Connection"] = "close"  # or it would be kept for the rest of the body
-    if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(body, error.status, headers)
+    return JSONResponse(error_body(error, path), error.status, error.headers)
 
 
-def as_api_error(error: Exception) -> ApiError:
+def as_api_error(error: Exception, path: str = "", method: str = "") -> ApiError:
     """What a client is told about an exception. A ValueError is the fault of the request, and says what to change."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, Unavailable):
         code = "queue_full" if error.status == 429 else "unavailable"
-        return ApiError(error.status, str(error), None, code, error.retry_after)
+        return ApiError(error.status, str(error), None, code, {"Retry-After": str(error.retry_after)})
     if isinstance(error, RequestValidationError):
         return _validation_error(error)
     if isinstance(error, HTTPException):
-        return ApiError(error.status_code, str(error.detail))
+        return _http_error(error, path, method)
     if isinstance(error, ValueError):
         return ApiError(400, str(error), getattr(error, "field", None))
-    return ApiError(500, f"internal error: {type(error).__name__}")
+    return internal_error(error)
 
 
 def internal_error(error: Exception) -> ApiError:
@@ -95,25 +93,34 @@ def internal_error(error: Exception) -> ApiError:
     return error if isinstance(error, ApiError) else ApiError(500, f"internal error: {type(error).__name__}")
 
 
+def _http_error(error: HTTPException, path: str, method: str) -> ApiError:
+    """What the framework itself refuses."""
+    headers, message = dict(error.headers or {}), str(error.detail)
+    if error.status_code == 405:
+        message = f"{path[:100]} does not take {method[:20]}; it takes {headers.get('Allow')}"
+    if error.status_code == 404:
+        message = f"there is no {method[:20]} {path[:100]} here"
+    return ApiError(error.status_code, message, headers=headers)
+
+
 def _validation_error(error: RequestValidationError) -> ApiError:
     """The first few things that are wrong with a body, without repeating the body."""
-    messages, param = [], None
-    if any(isinstance(item.get("input"), bytes) for item in error.errors()[:1]):  # never parsed
+    errors, messages, param = error.errors(), [], None
+    if any(isinstance(item.get("input"), bytes) for item in errors[:1]):  # never parsed
         return ApiError(400, "the body was not declared as JSON: send the header 'Content-Type: application/json'")
-    for item in error.errors()[:3]:
-        place = ".".join(str(part) for part in item["loc"] if part != "body")[:100]
-        given = repr(item.get("input"))[:60] if isinstance(item.get("input"), (str, int, float)) else ""
-        messages.append(f"{place or 'body'}: {item['msg'][:200]}" + (f", got {given}" if given else ""))
-        param = param or place or None
-    more = len(error.errors()) - 3
-    if more > 0:
-        messages.append(f"and {more} more")
+    for item in errors[:3]:
+        field = ".".join(str(part) for part in item["loc"] if part != "body")[:100]
+        value = repr(item.get("input"))[:60] if isinstance(item.get("input"), (str, int, float)) else ""
+        messages.append(f"{field or 'body'}: {item['msg'][:200]}" + (f", got {value}" if value else ""))
+        param = param or field or None
+    if len(errors) > 3:
+        messages.append(f"and {len(errors) - 3} more")
     return ApiError(400, "; ".join(messages), param)
 
 
 async def on_error(request: Request, error: Exception) -> JSONResponse:
     """Exception handler of the application."""
-    return error_response(request.url.path, as_api_error(error))
+    return error_response(request.url.path, as_api_error(error, request.url.path, request.method))
 
 
 class HeaderLimit(AutoHTTPProtocol):
@@ -153,59 +160,57 @@ class HeaderLimit(AutoHTTPProtocol):
 
     def _give_up(self) -> None:
         if self.cycle is None and not self.transport.is_closing():  # else a client might take it for another's answer
-            message = f"no whole headers arrived in {self.patience} s: send them again"
-            body = json.dumps(error_body(408, message)).encode()
+            error = ApiError(408, f"no whole headers arrived in {self.patience} s: send them again")
+            body = json.dumps(error_body(error)).encode()
             head = "HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Type: application/json\r\n"
             self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         self.transport.close()
 
 
-class ApiKey:
-    """Refuses requests without `Authorization: Bearer KEY`. Digests are compared, in constant time."""
+class Gate:
+    """Answers a request with the error that `check` finds in its path and headers, before any of its body is read.
 
-    def __init__(self, app, key: str):
-        self.app, self.digest = app, hashlib.sha256(key.encode()).digest()
+    (A dependency of FastAPI's, such as HTTPBearer, runs only after the body was read and parsed, and not for /docs.)
+    """
+
+    def __init__(self, app, check: Callable[[str, Headers], ApiError | None]):
+        self.app, self.check = app, check
 
     async def __call__(self, scope, receive, send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            scheme, _, key = given.partition(b" ")
-            right = hmac.compare_digest(hashlib.sha256(key.strip()).digest(), self.digest)
-            if scheme.lower() != b"bearer" or not right:
-                message = "this server needs its key: send the header 'Authorization: Bearer KEY'"
-                await error_response(scope["path"], ApiError(401, message, code="invalid_api_key"))(
-                    scope, receive, send
-                )
-                return
-        await self.app(scope, receive, send)
+        error = self.check(scope["path"], Headers(scope=scope)) if scope["type"] == "http" else None
+        await (self.app if error is None else error_response(scope["path"], error))(scope, receive, send)
 
 
-class LocalHost:
-    """Refuses requests that name this machine as a stranger would: for servers on loopback that have no key.
+def needs_key(key: str) -> Callable[[str, Headers], ApiError | None]:
+    """The check for `Authorization: Bearer KEY`. Digests are compared, in constant time."""
+    digest = hashlib.sha256(key.encode()).digest()
+
+    def check(path: str, headers: Headers) -> ApiError | None:
+        scheme, _, sent = headers.get("authorization", "").encode("latin-1").partition(b" ")
+        right = hmac.compare_digest(hashlib.sha256(sent.strip()).digest(), digest)
+        if path in OPEN_PATHS or (scheme.lower() == b"bearer" and right):
+            return None
+        message = "this server needs its key: send the header 'Authorization: Bearer KEY'"
+        return ApiError(401, message, None, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
+
+    return check
+
+
+def local_only(path: str, headers: Headers) -> ApiError | None:
+    """The check that a request names this machine as its owner would: for servers on loopback that have no key.
 
     A page of another site can have its own name resolve to 127.0.0.1 ("DNS rebinding") and is then, for the browser, of
     the same origin as this server. Its name is still in the Host header. Addresses and "localhost" cannot be bent so.
+    (Starlette's TrustedHostMiddleware compares with a list of names, and cannot say "any address".)
     """
-
-    def __init__(self, app):
-        self.app = app
-
-    async def __call__(self, scope, receive, send) -> None:
-        if scope["type"] == "http":
-            host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
-            name = urlsplit(f"//{host}").hostname if host.count("[") == host.count("]") else None
-            if name != "localhost" and not _is_address(name or ""):
-                message = "this server answers to localhost only; to reach it by another name start it with --api-key"
-                return await error_response(scope["path"], ApiError(403, message))(scope, receive, send)
-        await self.app(scope, receive, send)
-
-
-def _is_address(name: str) -> bool:
     try:
-        ipaddress.ip_address(name)
+        name = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+        if name != "localhost":
+            ipaddress.ip_address(name)
     except ValueError:
-        return False
-    return True
+        message = "this server answers to localhost only; to reach it by another name start it with --api-key"
+        return ApiError(403, message)
+    return None
 
 
 class BodyLimit:
@@ -220,39 +225,37 @@ class BodyLimit:
     async def __call__(self, scope, receive, send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        declared = dict(scope["headers"]).get(b"content-length", b"")
+        body, error = await self._read(receive, Headers(scope=scope).get("content-length", ""))
+        if error is not None:
+            return await error_response(scope["path"], error)(scope, receive, send)
+        messages = iter([{"type": "http.request", "body": body}])
+
+        async def replayed():
+            return next(messages, None) or await receive()
+
+        await self.app(scope, replayed, send)
+
+    async def _read(self, receive, declared: str) -> tuple[bytes, ApiError | None]:
         message = f"the body is longer than {self.limit} bytes; send less, or start the server with a larger --max-body"
-        if declared.isdigit() and int(declared[:19]) > self.limit:
-            return await error_response(scope["path"], ApiError(413, message))(scope, receive, send)
-        seen, arriving = 0, True
-
-        async def counted():
-            nonlocal seen, arriving
-            part = await (self._in_time(receive) if arriving else receive())
-            seen += len(part.get("body", b""))
-            arriving = part.get("more_body", False)
-            if seen > self.limit:
-                raise BadBody(413, message)
-            return part
-
-        await self.app(scope, counted, send)
-
-    async def _in_time(self, receive):
-        """(asyncio.wait and not wait_for, which before Python 3.12 can swallow a cancellation.)"""
-        part = asyncio.ensure_future(receive())
-        try:
+        too_long = ApiError(413, message)
+        body, more = bytearray(), True
+        while more and len(body) <= self.limit and not (declared.isdigit() and int(declared[:19]) > self.limit):
+            part = asyncio.ensure_future(receive())
+            # (asyncio.wait and not wait_for, which before Python 3.12 can swallow a cancellation.)
             if not (await asyncio.wait([part], timeout=self.patience))[0]:
-                raise BadBody(408, f"nothing more of the body arrived for {self.patience} s: send it again")
-            return part.result()
-        finally:
-            part.cancel()
+                part.cancel()
+                message = f"nothing more of the body arrived for {self.patience} s: send it again"
+                return b"", ApiError(408, message, headers={"Connection": "close"})  # not kept for the rest of the body
+            body += part.result().get("body", b"")
+            more = part.result().get("more_body", False)
+        return bytes(body), too_long if more or len(body) > self.limit else None
 
 
 class EventStream(Response):
     """An answer that is sent piece by piece, until it ends, its client leaves, or does not read for `stall` seconds.
 
     `leave` is called however it ends. The socket's own buffer is bounded, and `send` waits while it is full, so what
-    has not been sent stays in the job's box.
+    has not been sent stays in the job.
     """
 
     def __init__(

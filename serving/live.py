@@ -3,20 +3,16 @@
 The problem. Paging, sharing, chunks and preemption are easy to say and hard to believe. A student should see a block
 change its owner. But the engine's loop is no place for pictures: a snapshot costs more than a small step.
 
-The idea. Watching is a subscription. The first watcher puts a recorder around the scheduler's `schedule`, so each step
-leaves one short row; ten times a second the engine thread adds a snapshot of pool and tree, and the event
-loop hands it to every watcher. With the last watcher all of it is taken away again, and nothing is left to pay for.
+The idea. The first watcher puts a recorder around the scheduler's `schedule`, so each step leaves one short row. Ten
+times a second each watcher has the engine thread make a snapshot of pool and tree between two steps. With the last
+watcher the recorder is taken away again.
 
     engine thread    step  step  step  step | look |  step  step ...
                       │row  │row  │row        │
-                      └─────┴─────┴───────────┴──► {"steps": [rows], "refs", "sequences", "tree", "stats"}
-                                                          └─► latest ──► each watcher, at its own pace
+                      └─────┴─────┴───────────┴──► {"steps": [rows], "refs", "sequences", "tree", "stats"} ──► a watcher
 
-A watcher that reads slowly misses snapshots, never delays one: it is always given the latest, with the rows of the
-steps since its last one, of which only the newest STEPS_KEPT are kept.
-
-Source: none; the picture of blocks with owners is that of Kwon et al. 2023, figure 6. Left out: history (the page keeps
-its own), and the contents of the blocks.
+A slow watcher gets fewer snapshots and delays nobody. Source: Kwon et al. 2023, figure 6, for the picture of blocks
+with owners. Left out: history (the page keeps its own), and the contents of the blocks.
 """
 
 from __future__ import annotations
@@ -25,6 +21,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
+from functools import partial
 from itertools import groupby
 
 from sequence import Sequence, Step
@@ -90,110 +87,70 @@ def tree_rows(served: Served) -> list[dict]:
     return rows
 
 
-class Watch:
-    """One model under observation. `look` runs in the engine thread, the rest in the event loop."""
+class Recorder:
+    """The latest steps of one model, while anybody watches it. All of it runs in the engine thread."""
 
     def __init__(self, served: Served):
         self.served = served
         self.rows: deque[dict] = deque(maxlen=STEPS_KEPT)
-        self.count = 0
-        self.watchers: set[asyncio.Event] = set()
-        self.latest: dict = {}
-        self._looked = 0.0
+        self.steps = self.watchers = 0
 
-    def attach(self) -> None:
-        """Put the recorder around `schedule`. In the engine thread."""
-        plan = self.served.llm.scheduler.schedule
+    def join(self) -> int:
+        """One more watcher; the number of the last step before it came."""
+        self.watchers += 1
+        scheduler = self.served.llm.scheduler
+        if self.watchers == 1:
+            plan = scheduler.schedule
 
-        def schedule() -> Step:
-            step = plan()
-            self.count += 1
-            self.rows.append(step_row(step, self.count))
-            return step
+            def schedule() -> Step:
+                step = plan()
+                self.steps += 1
+                self.rows.append(step_row(step, self.steps))
+                return step
 
-        self.served.llm.scheduler.schedule = schedule
+            scheduler.schedule = schedule
+        return self.steps
 
-    def detach(self) -> None:
-        del self.served.llm.scheduler.schedule
+    def leave(self) -> None:
+        self.watchers -= 1
+        if not self.watchers:
+            del self.served.llm.scheduler.schedule
 
-    def look(self) -> dict | None:
-        """A snapshot, if it is time for one."""
-        now = time.perf_counter()
-        if now - self._looked < SECONDS:
-            return None
-        self._looked = now
-        scheduler, metrics = self.served.llm.scheduler, self.served.metrics
-        waiting = scheduler.waiting.window(QUEUE_SHOWN)
+    def snapshot(self, seen: int, generated: int) -> dict:
+        """The engine now, and its steps after number `seen`."""
+        scheduler = self.served.llm.scheduler
         return {
             "model": self.served.name,
             "time": time.time(),
             "block_size": scheduler.block_size,
             "budget": scheduler.max_num_batched_tokens,
             "seats": scheduler.max_num_seqs,
-            "steps": list(self.rows),
+            "steps": [row for row in self.rows if row["number"] > seen],
             "refs": "".join(str(min(count, 9)) for count in scheduler.pool.refs),
-            "sequences": [sequence_row(seq) for seq in [*scheduler.running, *waiting]],
+            "sequences": [sequence_row(s) for s in [*scheduler.running, *scheduler.waiting.window(QUEUE_SHOWN)]],
             "tree": tree_rows(self.served),
-            "stats": self.served.llm.stats() | {"generated_tokens": metrics.generated_tokens},
+            "stats": self.served.llm.stats() | {"generated_tokens": generated},
         }
 
 
 class Live:
-    """Who watches which model, and the stream that each watcher gets."""
+    """The streams of all watchers."""
 
     def __init__(self, engine: EngineThread):
         self.engine = engine
-        self.watches: dict[str, Watch] = {}
-        self.closing = False
+        self.recorders = {name: Recorder(served) for name, served in engine.models.items()}
+        self.closing = False  # set it, and all streams end: the server stops
 
     async def events(self, served: Served) -> AsyncGenerator[bytes]:
         """Snapshots as server-sent events, until the client leaves or the server stops."""
-        news = asyncio.Event()
-        watch = await self._join(served, news)
-        seen = watch.count
+        recorder = self.recorders[served.name]
+        seen = await self.engine.call(recorder.join)
         try:
             while not self.closing:
-                await news.wait()
-                news.clear()
-                if watch.latest:
-                    rows = [row for row in watch.latest["steps"] if row["number"] > seen]
-                    seen = rows[-1]["number"] if rows else seen
-                    yield sse(watch.latest | {"steps": rows})
+                generated = int(self.engine.metrics.value("generated_tokens_total", served.name))
+                snapshot = await self.engine.call(partial(recorder.snapshot, seen, generated))
+                seen = snapshot["steps"][-1]["number"] if snapshot["steps"] else seen
+                yield sse(snapshot)
+                await asyncio.sleep(SECONDS)
         finally:
-            self._part(watch, news)
-
-    def close(self) -> None:
-        """End all streams: the server stops."""
-        self.closing = True
-        for watch in self.watches.values():
-            for news in watch.watchers:
-                news.set()
-
-    async def _join(self, served: Served, news: asyncio.Event) -> Watch:
-        watch = self.watches.get(served.name)
-        if watch is None:
-            watch = self.watches[served.name] = Watch(served)
-            self.engine.observer = self._observe  # first: the letter wakes the engine thread, which then stays awake
-            await self.engine.call(watch.attach)
-        watch.watchers.add(news)
-        return watch
-
-    def _part(self, watch: Watch, news: asyncio.Event) -> None:
-        watch.watchers.discard(news)
-        if not watch.watchers and self.watches.pop(watch.served.name, None):
-            if not self.watches:
-                self.engine.observer = None
-            self.engine.send(watch.detach)
-
-    def _observe(self) -> None:
-        """In the engine thread, after every turn."""
-        for watch in list(self.watches.values()):
-            snapshot = watch.look()
-            if snapshot is not None:
-                self.engine.post(lambda w=watch, s=snapshot: self._publish(w, s))
-
-    @staticmethod
-    def _publish(watch: Watch, snapshot: dict) -> None:
-        watch.latest = snapshot
-        for news in watch.watchers:
-            news.set()
+            self.engine.send(recorder.leave)

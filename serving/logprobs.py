@@ -3,22 +3,16 @@
 The problem. A token is bytes, and may be a third of an emoji; what is returned beside the text must name it without
 U+FFFD, say where in the text it stands, and must not show a token of a stop string whose text was withheld.
 
-The idea. A token's place is where its first character will stand once it is whole (behind the U+FFFD of an earlier
-character that it breaks off). A trail follows the answer: it decodes token after token to know their places, and lets
-a token out when the text has been shown up to there.
+The idea. A token's offset is where its first character will stand once it is whole (behind the U+FFFD of an earlier
+character that it breaks off). `ShownTokens` decodes an answer token after token to know their offsets, and lets a token
+out when the text has been shown up to there.
 
     tokens      "A"  "BC"  "DE"  "F"            stop = "BCDEF"
-    place        0    1     3     5
+    offset       0    1     3     5
     shown text  "A"  (BC, DE held back, then withheld)      -> only "A" is let out
 
-    tokens      F0   9F98   80   "!"            text "😀!"
-    place        0    0      0    1             names bytes:\\xf0, bytes:\\x9f\\x98, bytes:\\x80, "!"
-
-The token that ended the answer (EOS) is not part of it and is left out. Control tokens inside it have no bytes in the
-text: their `bytes` is null. The bytes of all entries joined are the bytes of the text.
-
-Source: OpenAI's API reference, `logprobs` of the chat and of the (legacy) completion object; the numbers are
-sampling.py's. Left out: token ids, which the APIs have no field for.
+The token that ended the answer (EOS) is left out. The bytes of all entries joined are the bytes of the text.
+Source: OpenAI's API reference, `logprobs`. Left out: token ids, which the APIs have no field for.
 """
 
 from __future__ import annotations
@@ -32,8 +26,8 @@ from tokenizer import Tokenizer
 LEAST = -9999.0  # JSON knows no -inf; OpenAI's own value for "practically never"
 
 
-class Trail:
-    """The tokens of one answer with their places, let out as the text is shown."""
+class ShownTokens:
+    """The tokens of one answer with their offsets, let out as the text is shown."""
 
     def __init__(self, request: Request):
         self._decoder = request.tokenizer.detokenizer(request.prompt_ids)
@@ -43,22 +37,20 @@ class Trail:
         self._waiting: deque[tuple[Sampled, int]] = deque()
 
     def feed(self, delta: Delta) -> list[tuple[Sampled, int]]:
-        """The tokens that this delta's text shows, each with the place of its first character."""
+        """The tokens that this delta's text shows, each with the offset of its first character."""
         for sampled in delta.logprobs:
             self._waiting.append((sampled, self._decoded + self._decoder.gap(sampled.token)))
             self._decoded += len(self._decoder.add([sampled.token]))
         self._shown += len(delta.text)
-        if delta.finish_reason is None or isinstance(delta.stop_reason, str):
-            return self._let_out(self._shown)
-        if isinstance(delta.stop_reason, int) and self._waiting:
-            self._waiting.pop()
-        return self._let_out(self._decoded + 1)
-
-    def _let_out(self, end: int) -> list[tuple[Sampled, int]]:
-        out = []
+        end = self._shown
+        if delta.finish_reason is not None and not isinstance(delta.stop_reason, str):
+            end = self._decoded + 1  # everything was shown, but for the token that ended it
+            if isinstance(delta.stop_reason, int) and self._waiting:
+                self._waiting.pop()
+        shown = []
         while self._waiting and self._waiting[0][1] < end:
-            out.append(self._waiting.popleft())
-        return out
+            shown.append(self._waiting.popleft())
+        return shown
 
 
 def token_name(tokenizer: Tokenizer, token: int) -> str:
@@ -86,28 +78,26 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: list[tuple[Sampled, int]]) -> di
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(
-    tokenizer: Tokenizer, tokens: list[tuple[int, Sampled | None, int]], start: int, top: bool
-) -> dict:
-    """The schema of the completion API: four lists side by side. `tokens` holds (id, score, place).
+def completion_logprobs(tokenizer: Tokenizer, tokens: list[tuple[int, Sampled | None, int]], top: bool) -> dict:
+    """The schema of the completion API: four lists side by side. `tokens` holds (id, score, offset in the text).
 
-    The first token of a prompt has no score. Places are counted in the text that is returned, from `start` on. With
-    `top`, the best tokens are returned, and the one that was drawn if it is not among them.
+    The first token of a prompt has no score. With `top`, the best tokens are returned, and the one that was drawn if it
+    is not among them.
     """
     best: list[dict[str, float] | None] = []
     for _, sampled, _ in tokens:
         pairs = [] if sampled is None else [*(sampled.top or ()), (sampled.token, sampled.logprob)]
-        best.append({token_name(tokenizer, t): max(p, LEAST) for t, p in pairs} if top and pairs else None)
+        best.append({token_name(tokenizer, t): max(p, LEAST) for t, p in pairs} if pairs else None)
     return {
         "tokens": [token_name(tokenizer, token) for token, _, _ in tokens],
         "token_logprobs": [None if sampled is None else max(sampled.logprob, LEAST) for _, sampled, _ in tokens],
         "top_logprobs": best if top else None,
-        "text_offset": [start + place for _, _, place in tokens],
+        "text_offset": [offset for _, _, offset in tokens],
     }
 
 
-def prompt_places(tokenizer: Tokenizer, ids: list[int], prompt: str | None) -> tuple[str, list[int]]:
-    """The text of a prompt as it is echoed, and the place of each of its tokens in that text.
+def prompt_offsets(tokenizer: Tokenizer, ids: list[int], prompt: str | None) -> tuple[str, list[int]]:
+    """The text of a prompt as it is echoed, and the offset of each of its tokens in that text.
 
     What the tokenizer put around a text (BOS) takes no room in it; control strings that the text itself spells do.
     """
@@ -118,8 +108,8 @@ def prompt_places(tokenizer: Tokenizer, ids: list[int], prompt: str | None) -> t
         start = next(starts, 0)
         shown = range(start, start + len(bare))
     decoder = tokenizer.detokenizer(skip_special_tokens=False)
-    places, text = [], ""
+    offsets, text = [], ""
     for i, token in enumerate(ids):
-        places.append(len(text) + (decoder.gap(token) if i in shown else 0))
+        offsets.append(len(text) + (decoder.gap(token) if i in shown else 0))
         text += decoder.add([token]) if i in shown else ""
-    return text + decoder.finish(), places
+    return text + decoder.finish(), offsets

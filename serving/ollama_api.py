@@ -10,8 +10,8 @@ The idea. Translate the body into a prompt and SamplingParams, and deltas into l
 
 Unset options have Ollama's documented defaults (temperature 0.8, top_k 40, top_p 0.9); num_predict -1 or -2 is no limit
 but the context. The rule for unknown fields is that of openai_schema.py. Options that would change the model or its
-memory (num_ctx, num_gpu ...) belong to the server's command line and are ignored by that rule, as Ollama's clients send
-them out of habit; images and `suffix` are refused.
+memory (num_ctx, num_gpu ...) belong to the server's command line and are ignored, as Ollama's clients send them out of
+habit; images, tools and `suffix` are refused.
 
 Source: Ollama's API documentation (docs/api.md). Left out: pulling and making models, /api/embed (openai_api.py says
 why), `context` (the prefix cache finds a conversation again without it), and tools (use /v1/chat/completions).
@@ -21,47 +21,30 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
-from pydantic import Field
+from pydantic import create_model
 
+from request import Delta
 from sampling import SamplingParams
 from serving.engine_thread import Job
-from serving.guard import ApiError, EventStream, internal_error, until_left
-from serving.openai_api import raise_failure
-from serving.openai_schema import Body, Real
+from serving.guard import ApiError, error_body
+from serving.openai_schema import Body, Messages, Texts, asked, sampling_fields
 from serving.service import Service
 
-# Ollama's name of an option -> ours.
-OPTIONS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "seed": "seed",
-    "stop": "stop",
-    "repeat_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-}
 DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+# What /api/ has no place for in its answers, or another name.
+ELSEWHERE = "n best_of beam_width logprobs prompt_logprobs json_schema max_tokens repetition_penalty".split()
 
 
-class Options(Body):
+class Options(create_model("Sampling", __base__=Body, **sampling_fields(*ELSEWHERE))):
+    """The fields of SamplingParams, two of them under Ollama's names."""
+
     num_predict: int | None = None
-    temperature: Real | None = None
-    top_k: int | None = None
-    top_p: Real | None = None
-    min_p: Real | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    repeat_penalty: Real | None = None
-    presence_penalty: Real | None = None
-    frequency_penalty: Real | None = None
+    repeat_penalty: float | None = None
 
 
 class OllamaBody(Body):
@@ -71,26 +54,27 @@ class OllamaBody(Body):
     stream: bool | None = None
     format: str | dict[str, Any] | None = None
     options: Options | None = None
-    images: list[str] | None = None
+    images: Texts | None = None
 
     def params(self) -> SamplingParams:
         if self.images:
             raise ApiError(400, "images are not read by this server", "images")
         options = self.options or Options()
-        given = {ours: value for name, ours in OPTIONS.items() if (value := getattr(options, name)) is not None}
-        limit = options.num_predict
+        limit, penalty = options.num_predict, options.repeat_penalty
         if limit is not None and limit < -2:
             raise ApiError(
                 400, f"num_predict={limit} is not allowed: -1 or -2 for no limit, or a number", "num_predict"
             )
-        given["max_tokens"] = None if limit is None or limit < 0 else limit
+        more: dict[str, Any] = {"max_tokens": None if limit is None or limit < 0 else limit}
+        if penalty is not None:
+            more["repetition_penalty"] = penalty
         if self.format == "json":
-            given["json_schema"] = {"type": "object"}
+            more["json_schema"] = {"type": "object"}
         elif isinstance(self.format, dict):
-            given["json_schema"] = self.format
+            more["json_schema"] = self.format
         elif self.format:
             raise ApiError(400, f"format={self.format[:40]!r} is not allowed: 'json' or a JSON Schema", "format")
-        return SamplingParams(**(DEFAULTS | given))
+        return SamplingParams(**(DEFAULTS | asked(options) | more))
 
 
 class GenerateBody(OllamaBody):
@@ -109,7 +93,49 @@ class GenerateBody(OllamaBody):
 class OllamaChatBody(OllamaBody):
     """POST /api/chat"""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Messages
+
+
+class OllamaWriter:
+    """Words a job's answer as lines of JSON."""
+
+    media_type = "application/x-ndjson"
+
+    def __init__(self, job: Job, chat: bool):
+        self.job, self.chat = job, chat
+
+    def feed(self, delta: Delta) -> Iterator[bytes]:
+        if delta.text:
+            yield line(self._object(delta.text) | {"done": False})
+
+    def end(self) -> Iterator[bytes]:
+        yield line(self._last(""))
+
+    def failure(self, error: ApiError) -> bytes:
+        return line(error_body(error, "/api/"))
+
+    def whole(self) -> dict:
+        return self._last(self.job.requests[0].answers[0].text)
+
+    def _object(self, text: str) -> dict:
+        content = {"message": {"role": "assistant", "content": text}} if self.chat else {"response": text}
+        return {"model": self.job.served.name, "created_at": datetime.now(timezone.utc).isoformat()} | content
+
+    def _last(self, text: str) -> dict:
+        """The final object: why it ended, and the figures (nanoseconds)."""
+        request = self.job.requests[0]
+        answer = request.answers[0]
+        first = request.first_token or request.finished_at
+        return self._object(text) | {
+            "done": True,
+            "done_reason": answer.finish_reason,
+            "total_duration": int((time.perf_counter() - request.arrival) * 1e9),
+            "load_duration": 0,
+            "prompt_eval_count": len(request.prompt_ids),
+            "prompt_eval_duration": int((first - request.arrival) * 1e9),
+            "eval_count": len(answer.token_ids),
+            "eval_duration": int((request.finished_at - first) * 1e9),
+        }
 
 
 class OllamaApi:
@@ -135,13 +161,13 @@ class OllamaApi:
             ids = await self.service.help(self.service.encode, served, body.prompt)
         else:
             ids = await self.service.help(self.service.encode_chat, served, body.messages(), None)
-        return await self._answer(http, body, ids, lambda text: {"response": text})
+        return await self._answer(http, body, ids, chat=False)
 
     async def chat(self, body: OllamaChatBody, http: Request) -> Response:
         """Answer a conversation."""
         served = self.service.model(body.model)
         ids = await self.service.help(self.service.encode_chat, served, body.messages, None)
-        return await self._answer(http, body, ids, lambda text: {"message": {"role": "assistant", "content": text}})
+        return await self._answer(http, body, ids, chat=True)
 
     async def tags(self) -> dict:
         """The models there are."""
@@ -158,61 +184,10 @@ class OllamaApi:
 
     # -- inside
 
-    async def _answer(self, http: Request, body: OllamaBody, ids: list[int], word) -> Response:
-        streaming, headers = body.stream is not False, body.headers()
-        served = self.service.model(body.model)
+    async def _answer(self, http: Request, body: OllamaBody, ids: list[int], chat: bool) -> Response:
+        served, headers, streaming = self.service.model(body.model), body.headers(), body.stream is not False
         job = await self.service.submit(served, [(ids, None)], body.params(), streaming=streaming)
-
-        def leave() -> None:
-            self.service.engine.abort(job)
-            self.service.record(http.url.path, job)
-
-        if streaming:
-            stall = self.service.limits.stall_seconds
-            return EventStream(self._lines(job, word), leave, "application/x-ndjson", stall, headers)
-        try:
-            if not await until_left(http.receive, job.ended.wait()):
-                return Response(status_code=499)
-            raise_failure(job)
-            return JSONResponse(self._last(job, word(job.requests[0].answers[0].text)), 200, headers)
-        finally:
-            leave()
-
-    async def _lines(self, job: Job, word) -> AsyncGenerator[bytes]:
-        try:
-            while deltas := await job.read():
-                for delta in deltas:
-                    if delta.error or delta.finish_reason in ("abort", "error"):
-                        raise_failure(job)
-                    if delta.text:
-                        yield line(self._head(job) | word(delta.text) | {"done": False})
-            raise_failure(job)
-            yield line(self._last(job, word("")))
-        except Exception as error:
-            yield line({"error": internal_error(error).message})
-
-    def _head(self, job: Job) -> dict:
-        return {"model": job.served.name, "created_at": datetime.now(timezone.utc).isoformat()}
-
-    def _last(self, job: Job, content: dict) -> dict:
-        """The final object: why it ended, and the figures (nanoseconds)."""
-        request = job.requests[0]
-        choice = request.answers[0]
-        first = request.first_token or request.finished_at
-        return (
-            self._head(job)
-            | content
-            | {
-                "done": True,
-                "done_reason": choice.finish_reason,
-                "total_duration": int((time.perf_counter() - request.arrival) * 1e9),
-                "load_duration": 0,
-                "prompt_eval_count": len(request.prompt_ids),
-                "prompt_eval_duration": int((first - request.arrival) * 1e9),
-                "eval_count": len(choice.token_ids),
-                "eval_duration": int((request.finished_at - first) * 1e9),
-            }
-        )
+        return await self.service.answer(http, job, OllamaWriter(job, chat), headers)
 
 
 def line(data: dict) -> bytes:

@@ -6,8 +6,8 @@ each choice, usage in a chunk of its own and only if asked for, `[DONE]` once, a
 The idea. An answer has one writer, which is fed deltas and turns each into chunks. A stream sends them as they come;
 an answer in one piece is the same writer fed with everything at once. So the two cannot differ.
 
-    job.read() ─► delta ─► writer.feed ─► chunk ─► data: {...}          stream
-    all of it  ─► delta ─► writer.feed ─► parts ─► {"choices": [...]}   in one piece
+    job.read() ─► delta ─► writer.feed ─► chunk ─► data: {...}                 stream
+    all of it  ─► delta ─► writer.whole_choice  ─► {"choices": [...]}          in one piece
 
 Choices are numbered over all prompts of a request: prompt * n + number of the answer.
 
@@ -20,23 +20,25 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import Callable, Iterator
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from request import Delta
+from sampling import SamplingParams
 from serving.engine_thread import Job, Served
-from serving.guard import ApiError, EventStream, error_body, internal_error, sse, until_left
-from serving.logprobs import Trail, chat_logprobs, completion_logprobs, prompt_places
+from serving.guard import ApiError, error_body, sse
+from serving.logprobs import ShownTokens, chat_logprobs, completion_logprobs, prompt_offsets
 from serving.openai_schema import ChatBody, CompletionBody, DetokenizeBody, SamplingBody, TokenizeBody
 from serving.service import Service
 from serving.tools import ForcedCall, ToolParser, find_layout, forced_schema
 
 
 class Writer:
-    """Words one job's answers. Subclasses know the shape of a choice."""
+    """Words one job's answers. Subclasses know the shape of a choice, and of its chunks."""
 
+    media_type = "text/event-stream"
     prefix = kind = chunk_kind = ""
 
     def __init__(self, job: Job, body: SamplingBody):
@@ -44,25 +46,36 @@ class Writer:
         self.tokenizer = job.served.llm.tokenizer
         self.numbers = {request.id: i for i, request in enumerate(job.requests)}
         self.head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": job.served.name}
-        self.trails: dict[int, Trail] = {}
+        self.shown: dict[int, ShownTokens] = {}
 
-    def choice_number(self, delta: Delta) -> int:
+    def number(self, delta: Delta) -> int:
+        """Of the choice."""
         return self.numbers[delta.request.id] * delta.request.params.n + delta.index
 
-    def trail(self, delta: Delta) -> Trail:
-        number = self.choice_number(delta)
-        if number not in self.trails:
-            self.trails[number] = Trail(delta.request)
-        return self.trails[number]
+    def shown_tokens(self, delta: Delta) -> list:
+        """The tokens whose text this delta shows, with their offsets."""
+        number = self.number(delta)
+        if number not in self.shown:
+            self.shown[number] = ShownTokens(delta.request)
+        return self.shown[number].feed(delta)
 
-    def chunk(self, choices: list[dict]) -> dict:
+    def feed(self, delta: Delta) -> Iterator[bytes]:
         nothing_yet = {"usage": None} if self.body.include_usage else {}
-        return self.head | {"object": self.chunk_kind, "choices": choices} | nothing_yet
+        for choice in self.chunk_choices(delta):
+            yield sse(self.head | {"object": self.chunk_kind, "choices": [choice]} | nothing_yet)
+
+    def end(self) -> Iterator[bytes]:
+        if self.body.include_usage:
+            yield sse(self.head | {"object": self.chunk_kind, "choices": [], "usage": self.usage()})
+        yield sse("[DONE]")
+
+    def failure(self, error: ApiError) -> bytes:
+        return sse(error_body(error))
 
     def usage(self) -> dict:
         requests = self.job.requests
         prompt = sum(len(request.prompt_ids) for request in requests)
-        generated = sum(len(choice.token_ids) for request in requests for choice in request.answers)
+        generated = sum(len(answer.token_ids) for request in requests for answer in request.answers)
         cached = sum(request.num_cached_tokens for request in requests)
         return {
             "prompt_tokens": prompt,
@@ -91,32 +104,26 @@ class CompletionWriter(Writer):
         self.lengths: dict[int, int] = {}  # choice -> characters of the prompt that its text begins with
 
     def whole_choice(self, delta: Delta) -> dict:
-        number, text, tokens = self.choice_number(delta), delta.text, []
+        number, text, tokens = self.number(delta), delta.text, []
         if number not in self.lengths:
             self.lengths[number] = 0
             if self.body.echo:
                 ids = delta.request.prompt_ids
-                prompt, places = prompt_places(self.tokenizer, ids, delta.request.prompt)
+                prompt, offsets = prompt_offsets(self.tokenizer, ids, delta.request.prompt)
                 text, self.lengths[number] = prompt + text, len(prompt)
                 if self.body.logprobs is not None:
-                    tokens = list(zip(ids, delta.request.prompt_logprobs, places, strict=True))
+                    tokens = list(zip(ids, delta.request.prompt_logprobs, offsets, strict=True))
         logprobs = None
         if self.body.logprobs is not None:
             start = self.lengths[number]
-            tokens += [(sampled.token, sampled, start + place) for sampled, place in self.trail(delta).feed(delta)]
-            logprobs = completion_logprobs(self.tokenizer, tokens, 0, top=self.body.logprobs > 0)
-        return {
-            "index": number,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": delta.finish_reason,
-            "stop_reason": delta.stop_reason,
-        }
+            tokens += [(sampled.token, sampled, start + offset) for sampled, offset in self.shown_tokens(delta)]
+            logprobs = completion_logprobs(self.tokenizer, tokens, top=self.body.logprobs > 0)
+        reasons = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+        return {"index": number, "text": text, "logprobs": logprobs} | reasons
 
-    def feed(self, delta: Delta) -> list[dict]:
+    def chunk_choices(self, delta: Delta) -> list[dict]:
         choice = self.whole_choice(delta)
-        news = choice["text"] or choice["finish_reason"] or (choice["logprobs"] or {}).get("tokens")
-        return [self.chunk([choice])] if news else []
+        return [choice] if choice["text"] or delta.finish_reason or (choice["logprobs"] or {}).get("tokens") else []
 
 
 class ChatWriter(Writer):
@@ -124,27 +131,29 @@ class ChatWriter(Writer):
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, job: Job, body: ChatBody, make_parser):
+    def __init__(self, job: Job, body: ChatBody, make_parser: Callable[[], ToolParser | ForcedCall]):
         super().__init__(job, body)
         self.make_parser = make_parser
-        self.parsers: dict[int, ToolParser | ForcedCall | None] = {}
+        self.parsers: dict[int, ToolParser | ForcedCall] = {}
         self.calls: dict[int, int] = {}  # choice -> calls made
 
     def parts(self, delta: Delta) -> tuple[str, list[dict], dict | None, str | None]:
         """Text, calls, log-probabilities and finish_reason that a delta brings."""
-        number = self.choice_number(delta)
-        parser = self.parsers.setdefault(number, self.make_parser() if self.make_parser else None)
-        text, calls = (delta.text, []) if parser is None else parser.feed(delta.text)
-        reason = delta.finish_reason
-        if parser is not None and reason is not None:
-            rest, last = parser.finish()
+        number, reason = self.number(delta), delta.finish_reason
+        if number not in self.parsers:
+            self.parsers[number], self.calls[number] = self.make_parser(), 0
+        text, calls = self.parsers[number].feed(delta.text)
+        if reason is not None:
+            rest, last = self.parsers[number].finish()
             text, calls = text + rest, calls + last
-        first = self.calls.get(number, 0)
-        self.calls[number] = first + len(calls)
+        first = self.calls[number]
+        if self.body.parallel_tool_calls is False:
+            calls = calls[: 1 - first]
+        self.calls[number] += len(calls)
         calls = [{"index": first + i} | call for i, call in enumerate(calls)]
         logprobs = None
         if self.body.logprobs:
-            tokens = self.trail(delta).feed(delta)
+            tokens = self.shown_tokens(delta)
             logprobs = chat_logprobs(self.tokenizer, tokens) if tokens or reason else None
         return text, calls, logprobs, "tool_calls" if reason == "stop" and self.calls[number] else reason
 
@@ -154,33 +163,20 @@ class ChatWriter(Writer):
         if calls:
             message["content"] = text if text.strip() else None
             message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
-        return {
-            "index": self.choice_number(delta),
-            "message": message,
-            "logprobs": logprobs,
-            "finish_reason": reason,
-            "stop_reason": delta.stop_reason,
-        }
+        reasons = {"finish_reason": reason, "stop_reason": delta.stop_reason}
+        return {"index": self.number(delta), "message": message, "logprobs": logprobs} | reasons
 
-    def feed(self, delta: Delta) -> list[dict]:
-        number = self.choice_number(delta)
-        opening = number not in self.parsers
+    def chunk_choices(self, delta: Delta) -> list[dict]:
+        opening = self.number(delta) not in self.parsers
         text, calls, logprobs, reason = self.parts(delta)
-        chunks = []
-
-        def add(content: dict, logprobs: dict | None = None, **more) -> None:
-            choice = {"index": number, "delta": content, "logprobs": logprobs, "finish_reason": None} | more
-            chunks.append(self.chunk([choice]))
-
-        if opening:
-            add({"role": "assistant", "content": ""})
+        parts: list[dict] = [{"delta": {"role": "assistant", "content": ""}}] if opening else []
         if text or (logprobs and logprobs["content"]):
-            add({"content": text}, logprobs)
-        for call in calls:
-            add({"tool_calls": [call]})
+            parts.append({"delta": {"content": text}, "logprobs": logprobs})
+        parts += [{"delta": {"tool_calls": [call]}} for call in calls]
         if reason is not None:
-            add({}, finish_reason=reason, stop_reason=delta.stop_reason)
-        return chunks
+            parts.append({"delta": {}, "finish_reason": reason, "stop_reason": delta.stop_reason})
+        empty = {"index": self.number(delta), "delta": None, "logprobs": None, "finish_reason": None}
+        return [empty | part for part in parts]
 
 
 class OpenAIApi:
@@ -207,29 +203,23 @@ class OpenAIApi:
         params, prompts = body.completion_params(), body.prompts()
         ids = await self.service.help(self._encode_all, served, prompts)
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
-        job = await self.service.submit(
-            served, list(zip(ids, texts, strict=True)), params, body.priority or 0, body.namespace, bool(body.stream)
-        )
-        return await self._answer(http, job, CompletionWriter(job, body), headers)
+        job = await self._submit(served, list(zip(ids, texts, strict=True)), params, body)
+        return await self.service.answer(http, job, CompletionWriter(job, body), headers, body.user)
 
     async def chat(self, body: ChatBody, http: Request) -> Response:
         """Answer a conversation."""
         served, headers = self.service.model(body.model), body.headers()
-        tools, wish = body.tool_wish()
-        options, make_parser = body.template_options(), None
-        if wish is not None:
-            params = body.chat_params(json_schema=forced_schema(tools, wish or None))
-            make_parser = lambda: ForcedCall(wish or None)  # noqa: E731
-        else:
-            params = body.chat_params()
+        tools, called = body.offered_tools()
+        schema = {} if called is None else {"json_schema": forced_schema(tools, called or None)}
+        params, options = body.chat_params(**schema), body.template_options()
         ids = await self.service.help(self.service.encode_chat, served, body.messages, tools or None, **options)
-        if tools and wish is None:
-            layout = await self.service.help(self._layout, served)
-            make_parser = lambda: ToolParser(layout, tools)  # noqa: E731
-        job = await self.service.submit(
-            served, [(ids, None)], params, body.priority or 0, body.namespace, bool(body.stream)
-        )
-        return await self._answer(http, job, ChatWriter(job, body, make_parser), headers)
+        layout = await self.service.help(self._layout, served) if tools and called is None else None
+        job = await self._submit(served, [(ids, None)], params, body)
+
+        def parser() -> ToolParser | ForcedCall:
+            return ToolParser(layout, tools) if called is None else ForcedCall(called or None)
+
+        return await self.service.answer(http, job, ChatWriter(job, body, parser), headers, body.user)
 
     async def embeddings(self) -> Response:
         """Refused: the models served here are no embedding models."""
@@ -268,6 +258,9 @@ class OpenAIApi:
 
     # -- inside
 
+    async def _submit(self, served: Served, prompts: list, params: SamplingParams, body: SamplingBody) -> Job:
+        return await self.service.submit(served, prompts, params, body.priority or 0, body.namespace, bool(body.stream))
+
     def _encode_all(self, served: Served, prompts: list) -> list[list[int]]:
         return [self.service.encode(served, p) if isinstance(p, str) else p for p in prompts]
 
@@ -279,54 +272,3 @@ class OpenAIApi:
     def _card(self, served: Served) -> dict:
         card = {"id": served.name, "object": "model", "created": served.created, "owned_by": "vitrine"}
         return card | {"max_model_len": served.llm.max_model_len}
-
-    async def _answer(self, http: Request, job: Job, writer: Writer, headers: dict) -> Response:
-        """Stream the job, or wait for its end; a client that leaves takes its job along."""
-
-        def leave() -> None:
-            self.service.engine.abort(job)
-            self.service.record(http.url.path, job, writer.body.user)
-
-        if writer.body.stream:
-            stall = self.service.limits.stall_seconds
-            return EventStream(self._events(job, writer), leave, "text/event-stream", stall, headers)
-        try:
-            if not await until_left(http.receive, job.ended.wait()):
-                return Response(status_code=499)  # nobody is there to read it
-            raise_failure(job)
-            try:
-                return JSONResponse(writer.whole(), 200, headers)
-            except Exception as error:
-                raise internal_error(error) from error
-        finally:
-            leave()
-
-    async def _events(self, job: Job, writer: Writer) -> AsyncGenerator[bytes]:
-        """The stream of a job. Whatever goes wrong in the middle is its last event."""
-        try:
-            while deltas := await job.read():
-                for delta in deltas:
-                    if delta.error or delta.finish_reason in ("abort", "error"):
-                        raise_failure(job)
-                    for chunk in writer.feed(delta):
-                        yield sse(chunk)
-            raise_failure(job)
-            if writer.body.include_usage:
-                yield sse(writer.chunk([]) | {"usage": writer.usage()})
-        except Exception as error:
-            told = internal_error(error)
-            yield sse(error_body(told.status, told.message, told.param, told.code))
-            return
-        yield sse("[DONE]")
-
-
-def raise_failure(job: Job) -> None:
-    """Raise ApiError if an answer of the job ended in anything but its own end."""
-    for request in job.requests:
-        for choice in request.answers:
-            if choice.finish_reason == "abort":
-                raise ApiError(503, choice.error or "the request was aborted", None, "aborted", retry_after=10)
-            if choice.finish_reason == "error":
-                raise ApiError(500, choice.error or "the request failed", None, "engine_error")
-            if job.ended.is_set() and choice.finish_reason is None:
-                raise ApiError(503, job.served.broken or "the model has failed", None, "engine_error")

@@ -7,11 +7,10 @@ The rule, for all endpoints: a field that stands below is obeyed, and checked st
 boolean). A field that does not is ignored, and named in the header `X-Ignored-Fields` of the answer. Those of
 UNSUPPORTED are known and would change what the answer means, so they are refused unless they ask for nothing.
 
-    body ─► pydantic: types ─► SamplingBody.params(): names ─► SamplingParams: values ─► engine: what the model allows
+    body ─► pydantic: names, types ─► SamplingBody.params() ─► SamplingParams: values ─► engine: what the model allows
 
-null is the same as absent. Beyond OpenAI's fields there are vLLM's (top_k, min_p, repetition_penalty, stop_token_ids,
-ignore_eos, min_tokens, include_stop_str_in_output, priority, cache_salt, continue_final_message,
-add_generation_prompt, chat_template_kwargs) and regex, choice and beam_width.
+The fields of sampling are those of SamplingParams, which alone knows their values: OpenAI's, vLLM's (top_k, min_p ...)
+and our own. null is the same as absent.
 
 Source: OpenAI's API reference; vLLM's "OpenAI-compatible server". Left out: images, audio, stored conversations.
 """
@@ -19,14 +18,16 @@ Source: OpenAI's API reference; vLLM's "OpenAI-compatible server". Left out: ima
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from dataclasses import fields
+from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter, WithJsonSchema, create_model, model_validator
+from typing_extensions import TypeAliasType
 
 from sampling import SamplingParams
 from serving.guard import ApiError
 
-# Other servers' names for a structure. Left unheard, they would give an answer that has none.
+# Other servers' names for a structure. Unheard, they would give an answer that has none.
 STRUCTURE = "guided_json guided_regex guided_choice guided_grammar structured_outputs json_schema grammar".split()
 # Known fields that this server cannot honour: field -> values that ask for nothing.
 UNSUPPORTED: dict[str, tuple] = {
@@ -39,21 +40,29 @@ UNSUPPORTED: dict[str, tuple] = {
     "modalities": (["text"],),
     "prediction": (),
     "web_search_options": (),
-    "parallel_tool_calls": (True,),
 }
-# Fields of a body that go to SamplingParams under the same name.
-SAMPLING = """n best_of beam_width temperature top_p top_k min_p min_tokens stop stop_token_ids ignore_eos seed
-include_stop_str_in_output presence_penalty frequency_penalty repetition_penalty logit_bias regex choice""".split()
 TEMPLATE_OPTIONS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "shield", "documents")
 
-Ids = list[int]
-Real = Annotated[float, Field(allow_inf_nan=True)]  # SamplingParams knows the ranges, and NaN lies in none
+# A list of a hundred thousand wrong items is wrong once.
+Ids = TypeAliasType("Ids", Annotated[list[int], FailFast()])
+SeveralIds = TypeAliasType("SeveralIds", Annotated[list[Ids], FailFast()])
+Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
+Messages = TypeAliasType("Messages", Annotated[list[dict[str, Any]], FailFast(), Field(min_length=1)])
+Tools = TypeAliasType("Tools", Annotated[list["Tool"], FailFast()])
 
 
 class Body(BaseModel):
     """A JSON object; its unknown fields are kept apart."""
 
     model_config = ConfigDict(strict=True, extra="allow")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_numbers(cls, data: Any) -> Any:
+        """JSON has one kind of number, and some clients write 16 as 16.0."""
+        if not isinstance(data, dict):
+            return data
+        return {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in data.items()}
 
     def headers(self) -> dict[str, str]:
         """X-Ignored-Fields, if there are any. Raises ApiError for a known field that cannot be honoured."""
@@ -66,6 +75,21 @@ class Body(BaseModel):
                 shown = ascii(name[:40])  # quoted, unless it is a plain word: an edge of blanks is no header value
                 ignored.append(shown[1:-1] if re.fullmatch(r"[\w.-]+", name[:40], re.ASCII) else shown)
         return {"X-Ignored-Fields": ", ".join(ignored[:20])} if ignored else {}
+
+
+def sampling_fields(*but: str) -> dict[str, Any]:
+    """The fields of SamplingParams for a pydantic model. Their types only document them: SamplingParams checks."""
+    shown: dict[str, Any] = {}
+    for name, hint in get_type_hints(SamplingParams).items():
+        if name not in but:
+            shown[name] = Annotated[Any, WithJsonSchema(TypeAdapter(hint | None).json_schema())], None
+    return shown
+
+
+def asked(body: BaseModel) -> dict[str, Any]:
+    """What a body holds of the fields of SamplingParams."""
+    names = [field.name for field in fields(SamplingParams) if field.name in type(body).model_fields]
+    return {name: value for name in names if (value := getattr(body, name)) is not None}
 
 
 class StreamOptions(Body):
@@ -94,30 +118,12 @@ class Tool(Body):
     function: Function
 
 
-class SamplingBody(Body):
+class SamplingBody(
+    create_model("Sampling", __base__=Body, **sampling_fields("logprobs", "prompt_logprobs", "json_schema"))
+):
     """What completions and chat have in common."""
 
     model: str | None = None
-    max_tokens: int | None = None
-    n: int | None = None
-    best_of: int | None = None
-    beam_width: int | None = None
-    temperature: Real | None = None
-    top_p: Real | None = None
-    top_k: int | None = None
-    min_p: Real | None = None
-    min_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: Ids | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    seed: int | None = None
-    presence_penalty: Real | None = None
-    frequency_penalty: Real | None = None
-    repetition_penalty: Real | None = None
-    logit_bias: dict[str, Real] | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
     response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -127,25 +133,24 @@ class SamplingBody(Body):
 
     def params(self, **more: Any) -> SamplingParams:
         """The SamplingParams asked for. Raises ApiError or ParameterError."""
-        given = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
-        given |= {name: value for name, value in self._shape().items() if value is not None}
-        params = SamplingParams(**(given | more))
+        schema = self._schema()
+        params = SamplingParams(**(asked(self) | ({"json_schema": schema} if schema is not None else {}) | more))
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream=true", "stream_options")
         if self.stream and params.best_of is not None and params.best_of > params.n:
             raise ApiError(400, "best_of chooses among finished answers, so it cannot be streamed", "best_of")
         return params
 
-    def _shape(self) -> dict[str, Any]:
+    def _schema(self) -> dict[str, Any] | None:
         """response_format as json_schema of SamplingParams."""
-        wanted = self.response_format
-        if wanted is None or wanted.type == "text":
-            return {}
-        if wanted.type == "json_object":
-            return {"json_schema": {"type": "object"}}
-        if wanted.json_schema is None:
+        form = self.response_format
+        if form is None or form.type == "text":
+            return None
+        if form.type == "json_object":
+            return {"type": "object"}
+        if form.json_schema is None:
             raise ApiError(400, "response_format of type json_schema needs the field json_schema", "response_format")
-        return {"json_schema": wanted.json_schema.definition}
+        return form.json_schema.definition
 
     @property
     def include_usage(self) -> bool:
@@ -160,50 +165,45 @@ class SamplingBody(Body):
 class CompletionBody(SamplingBody):
     """POST /v1/completions"""
 
-    prompt: str | list[str] | Ids | list[Ids]
+    prompt: str | Texts | Ids | SeveralIds
     echo: bool | None = None
     logprobs: int | None = None
 
-    def prompts(self) -> list[str | Ids]:
+    def prompts(self) -> list[str | list[int]]:
         """One or more prompts, each a text or token ids."""
-        given = self.prompt
-        several = isinstance(given, list) and given and not isinstance(given[0], int)
-        prompts = given if several else [given]
+        several = isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
+        prompts = self.prompt if several else [self.prompt]
         if not all(prompts):
             raise ApiError(400, "a prompt is empty; give it at least one character or token", "prompt")
         return prompts
 
     def completion_params(self) -> SamplingParams:
-        more: dict[str, Any] = {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
-        if self.logprobs is not None:
-            more["logprobs"] = self.logprobs
-            if self.echo:
-                more["prompt_logprobs"] = self.logprobs
-        return self.params(**more)
+        return self.params(logprobs=self.logprobs, prompt_logprobs=self.logprobs if self.echo else None)
 
 
 class ChatBody(SamplingBody):
     """POST /v1/chat/completions"""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Tool] | None = None
+    tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def chat_params(self, **more: Any) -> SamplingParams:
         """Answers run up to the context unless they are told to end earlier."""
-        limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
-        if len(limits) > 1:
+        limit, older = self.max_completion_tokens, self.max_tokens
+        if limit is not None and older is not None and limit != older:
             raise ApiError(400, "max_tokens and max_completion_tokens differ; give only the latter", "max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
         return self.params(
-            max_tokens=limits.pop() if limits else None,
+            max_tokens=older if limit is None else limit,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             **more,
         )
@@ -218,21 +218,20 @@ class ChatBody(SamplingBody):
         options["continue_final_message"] = bool(self.continue_final_message)
         return options
 
-    def tool_wish(self) -> tuple[list[dict], str | None]:
-        """The tools offered, and who must be called: None (nobody must), "" (any of them) or a function's name."""
+    def offered_tools(self) -> tuple[list[dict], str | None]:
+        """The tools, and which must be called: None (none need be), "" (any of them) or a function's name."""
         tools = [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
-        names = [tool["function"]["name"] for tool in tools]
-        wish = self.tool_choice
-        if wish is None or wish == "auto":
+        choice = self.tool_choice
+        if choice is None or choice == "auto":
             return tools, None
-        if wish == "none":
+        if choice == "none":
             return [], None
-        if isinstance(wish, dict) and isinstance(wish.get("function"), dict):
-            wish = wish["function"].get("name")
-            if wish in names:
-                return tools, wish
-        elif wish == "required" and tools:
+        if choice == "required" and tools:
             return tools, ""
+        if isinstance(choice, dict) and isinstance(choice.get("function"), dict):
+            name = choice["function"].get("name")
+            if name in [tool["function"]["name"] for tool in tools]:
+                return tools, name
         allowed = "'none', 'auto', 'required', or {'type': 'function', 'function': {'name': ...}} of one of tools"
         raise ApiError(400, f"tool_choice must be {allowed}", "tool_choice")
 
@@ -242,7 +241,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

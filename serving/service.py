@@ -1,4 +1,4 @@
-"""From what a request says to what the engine takes: which model, which token ids, within which limits.
+"""From what a request says to what the engine takes, and back: which model, which token ids, within which limits.
 
 The problem. Turning text into ids is work: a chat template is a stranger's program that may run for seconds, a
 megabyte of text takes a second to tokenise, a grammar must be compiled. Done in the event loop, it would stop every
@@ -8,12 +8,10 @@ The idea. Everything that costs time in proportion to what was sent is done by a
 queued; what is wrong with a request is found there, and comes back as 400.
 
     body ─► model by name ─► helpers: template, tokeniser, grammar ─► length check ─► EngineThread.submit ─► Job
-            404                       400                              400             429, 503
+            404                       400                              400             429, 503               │
+    answer, in one piece or as a stream ◄─────────────────────────── Writer, which words it ◄─────────────────┘
 
-Both APIs (openai_api.py, ollama_api.py) are thin layers over `Service`: they read a body, call `submit`, and word the
-answer. A prompt that must be too long is refused before it is tokenised, since no token stands for more bytes than the
-longest one.
-
+Both APIs (openai_api.py, ollama_api.py) read a body, call `submit`, and give `answer` a writer that knows their shapes.
 Left out: queueing per client or per key; whoever may use the server may use all of it.
 """
 
@@ -22,16 +20,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import AsyncGenerator, Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+
 from policies import POLICIES
 from sampling import SamplingParams
 from serving.engine_thread import EngineThread, Job, Served
-from serving.guard import ApiError
+from serving.guard import ApiError, EventStream, internal_error, until_left
 
 log = logging.getLogger("vitrine")
 
@@ -46,7 +47,7 @@ class Limits:
 
 
 class Service:
-    """The models behind their names, and the way of a request into the engine."""
+    """The models behind their names, and the way of a request into the engine and out of it."""
 
     def __init__(self, engine: EngineThread, limits: Limits, log_prompts: bool = False):
         self.engine, self.limits, self.log_prompts = engine, limits, log_prompts
@@ -72,7 +73,7 @@ class Service:
 
     def encode(self, served: Served, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a plain text. For helper threads. Raises ApiError if it cannot fit the context."""
-        self._check_length(served, text)
+        self._check_length(served, len(text))
         return served.llm.tokenizer.encode(text, add_special_tokens)
 
     def encode_chat(self, served: Served, messages: list[dict], tools: list[dict] | None, **options: Any) -> list[int]:
@@ -83,17 +84,18 @@ class Service:
             raise ApiError(400, f"the chat template of {served.name!r} does not show tools to the model", "tools")
         return ids
 
-    def _check_length(self, served: Served, text: str) -> None:
-        context = served.llm.max_model_len
-        if len(text) > context * served.longest_token:
+    def _check_length(self, served: Served, length: int) -> None:
+        """No token stands for more bytes than the longest one, so a text may be too long whatever its tokens are."""
+        context, longest = served.llm.max_model_len, served.longest_token
+        if length > context * longest:
             raise ApiError(
                 400,
-                f"a prompt of {len(text)} characters has more than {len(text) // served.longest_token} tokens; the "
-                f"context of {served.name!r} is {context} tokens, prompt and answer together",
+                f"a prompt of {length} characters has more than {length // longest} tokens; the context of "
+                f"{served.name!r} is {context} tokens, prompt and answer together",
                 code="context_length_exceeded",
             )
 
-    # -- into the engine
+    # -- into the engine and out of it
 
     async def submit(
         self,
@@ -119,15 +121,56 @@ class Service:
         await self.help(served.llm.engine.guides.answer, params, prompts[0][0])
         return await self.engine.submit(served, prompts, params, priority, namespace, streaming)
 
-    def record(self, path: str, job: Job, user: str | None = None) -> None:
-        """One line in the log for a request that is over. Prompts and answers only if --log-prompts asks for them."""
+    async def answer(
+        self, http: Request, job: Job, writer, headers: dict[str, str], user: str | None = None
+    ) -> Response:
+        """Stream the job, or wait for its end; a client that leaves takes its job along.
+
+        A writer words answers: `feed(delta)` and `end()` as pieces of a stream of its `media_type`, `whole()` in one
+        piece as a dict, and `failure(error)` as the last piece of a stream that fails.
+        """
+
+        def leave() -> None:
+            self.engine.abort(job)
+            self._record(http.url.path, job, user)
+
+        if job.streaming:
+            pieces = self._pieces(job, writer)
+            return EventStream(pieces, leave, writer.media_type, self.limits.stall_seconds, headers)
+        try:
+            if not await until_left(http.receive, job.ended.wait()):
+                return Response(status_code=499)  # nobody is there to read it
+            raise_failure(job)
+            return JSONResponse(writer.whole(), 200, headers)
+        except Exception as error:
+            raise internal_error(error) from error
+        finally:
+            leave()
+
+    async def _pieces(self, job: Job, writer) -> AsyncGenerator[bytes]:
+        """The stream of a job. Whatever goes wrong in the middle is its last piece."""
+        try:
+            while deltas := await job.read():
+                for delta in deltas:
+                    if delta.finish_reason in ("abort", "error"):
+                        raise_failure(job)
+                    for piece in writer.feed(delta):
+                        yield piece
+            raise_failure(job)
+            for piece in writer.end():
+                yield piece
+        except Exception as error:
+            yield writer.failure(internal_error(error))
+
+    def _record(self, path: str, job: Job, user: str | None) -> None:
+        """One line in the log for each prompt. Prompts and answers only if --log-prompts asks for them."""
         for request in job.requests:
-            choices = request.answers
-            reasons = ",".join(choice.finish_reason or "left" for choice in choices)
+            answers = request.answers
+            reasons = ",".join(answer.finish_reason or "left" for answer in answers)
             ttft = f"{request.first_token - request.arrival:.3f}s" if request.first_token else "-"
             line = (
                 f"{path} model={job.served.name} prompt={len(request.prompt_ids)} cached={request.num_cached_tokens} "
-                f"generated={sum(len(choice.token_ids) for choice in choices)} finish={reasons} ttft={ttft} "
+                f"generated={sum(len(answer.token_ids) for answer in answers)} finish={reasons} ttft={ttft} "
                 f"total={time.perf_counter() - request.arrival:.3f}s"
             )
             if user is not None:
@@ -136,5 +179,18 @@ class Service:
                 prompt = request.prompt
                 if prompt is None:
                     prompt = job.served.llm.tokenizer.decode(request.prompt_ids, skip_special_tokens=False)
-                line += f" prompt_text={prompt!r} answers={[choice.text for choice in choices]!r}"
+                line += f" prompt_text={prompt!r} answers={[answer.text for answer in answers]!r}"
             log.info(line)
+
+
+def raise_failure(job: Job) -> None:
+    """Raise ApiError if an answer of the job ended in anything but its own end."""
+    for request in job.requests:
+        for answer in request.answers:
+            if answer.finish_reason == "abort":
+                message = answer.error or "the request was aborted"
+                raise ApiError(503, message, None, "aborted", {"Retry-After": "10"})
+            if answer.finish_reason == "error":
+                raise ApiError(500, answer.error or "the request failed", None, "engine_error")
+            if job.ended.is_set() and answer.finish_reason is None:
+                raise ApiError(503, job.served.broken or "the model has failed", None, "engine_error")

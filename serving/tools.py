@@ -3,21 +3,14 @@
 The problem. A model calls a tool by writing text, in the layout that its training used. The API promises the caller a
 list of calls with JSON arguments, and in a stream the text of a call must not be shown as if it were an answer.
 
-The idea. The chat template knows the layout, since it must print the calls of earlier turns. So it is asked: an
-invented call is rendered, and what surrounds it in the rendered text tells which of the known layouts this is.
+The idea. The chat template knows the layout, since it must print the calls of earlier turns. So an invented call is
+rendered, and what surrounds it in the rendered text tells which of the known layouts this is.
 
     rendered    <|im_start|>assistant\n<tool_call>\n{"name": "probe", "arguments": {"x": 1}}\n</tool_call><|im_end|>
                                        └─ opens ─┘ └──────── JSON, key "arguments" ───────┘ └─ closes ─┘
 
-    stream      "Let me look. <tool" ──► "Let me look. "    ("<tool" may open a call: held back)
-                "_call>\n{"name": "     ──► nothing           (inside a call)
-                "..."}\n</tool_call>"   ──► one call, whole
-
-Only a call of a tool that was offered, with a JSON object as arguments, is returned as a call. Anything else that looks
-like one is text, and is passed on as it was written.
-
-`tool_choice` "required" and a named function do not rely on the layout: the output is constrained to a JSON value that
-is the call (structured.py), so it cannot be anything else.
+Only a call of a tool that was offered, with a JSON object as arguments, is returned as a call; anything else is text.
+A call that `tool_choice` demands does not rely on the layout: the output is constrained to the JSON of the call.
 
 Source: OpenAI's API reference, chat completions, `tools`. Left out: layouts marked by control tokens (their text is
 removed before it gets here), and arguments streamed piece by piece (a call comes whole, in one piece).
@@ -29,6 +22,7 @@ import json
 import re
 import uuid
 from dataclasses import dataclass
+from typing import Any
 
 from regular import GrammarError
 from tokenizer import TemplateError, Tokenizer
@@ -57,11 +51,9 @@ LAYOUTS = (
 def find_layout(tokenizer: Tokenizer) -> Layout | None:
     """The layout that this model's chat template prints, None if it is not one of LAYOUTS."""
     call = {"type": "function", "id": "abcdefghi", "function": {"name": PROBE, "arguments": {"probe_key": 1}}}
-    asked = {"role": "user", "content": "x"}
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     try:
-        text = tokenizer.apply_chat_template(
-            [asked, {"role": "assistant", "content": "", "tool_calls": [call]}], add_generation_prompt=False
-        )
+        text = tokenizer.apply_chat_template(turns, add_generation_prompt=False)
     except TemplateError:
         return None
     for layout in LAYOUTS:
@@ -71,24 +63,17 @@ def find_layout(tokenizer: Tokenizer) -> Layout | None:
     return None
 
 
-def tool_names(tools: list[dict]) -> list[str]:
-    return [tool["function"]["name"] for tool in tools]
-
-
 def api_call(name: str, arguments: str) -> dict:
     """A call as the API words it; arguments are JSON text."""
-    return {
-        "id": f"call_{uuid.uuid4().hex[:24]}",
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
 class ToolParser:
     """Separates an answer, as it arrives, into text and calls."""
 
     def __init__(self, layout: Layout | None, tools: list[dict]):
-        self.layout, self.names = layout, tool_names(tools)
+        self.layout, self.names = layout, [tool["function"]["name"] for tool in tools]
         self._text = ""  # not decided yet
         self._inside = layout is not None and not layout.opens  # without marks, the whole answer may be one call
 
@@ -167,17 +152,11 @@ def forced_schema(tools: list[dict], name: str | None) -> dict:
     """The JSON Schema of a call that must be made: the arguments of one function, or name and arguments of any."""
     if name is not None:
         return _parameters(next(tool for tool in tools if tool["function"]["name"] == name))
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": tool["function"]["name"]},
-                "arguments": moved(_parameters(tool), f"#/anyOf/{i}/properties/arguments"),
-            },
-            "required": ["name", "arguments"],
-        }
-        for i, tool in enumerate(tools)
-    ]
+    calls = []
+    for i, tool in enumerate(tools):
+        arguments = moved(_parameters(tool), f"#/anyOf/{i}/properties/arguments")
+        properties = {"name": {"const": tool["function"]["name"]}, "arguments": arguments}
+        calls.append({"type": "object", "properties": properties, "required": ["name", "arguments"]})
     return {"anyOf": calls}
 
 
@@ -186,27 +165,27 @@ def _parameters(tool: dict) -> dict:
     return {"type": "object"} | (tool["function"].get("parameters") or {"properties": {}})
 
 
-def moved(schema, place: str):
-    """A schema with its references into itself led to where it stands from now on: "#/$defs/a" -> place + "/$defs/a".
+def moved(schema: Any, ref_path: str) -> Any:
+    """A schema with its references into itself led to where it will stand: "#/$defs/a" -> ref_path + "/$defs/a".
 
     Raises GrammarError where it is nested too deeply for that."""
     try:
-        return _moved(schema, place)
+        return _moved(schema, ref_path)
     except RecursionError:
         raise GrammarError("the parameters of a tool are nested too deeply; flatten them") from None
 
 
-def _moved(schema, place: str):
+def _moved(schema: Any, ref_path: str) -> Any:
     if isinstance(schema, list):
-        return [_moved(part, place) for part in schema]
+        return [_moved(part, ref_path) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {}
+    result = {}
     for key, value in schema.items():
         if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
-            found[key] = place + value[1:]
+            result[key] = ref_path + value[1:]
         elif key in SCHEMAS_BY_NAME and isinstance(value, dict):  # its keys are names, even one like "enum" or "$ref"
-            found[key] = {name: _moved(part, place) for name, part in value.items()}
+            result[key] = {name: _moved(part, ref_path) for name, part in value.items()}
         else:
-            found[key] = value if key in CONSTANTS else _moved(value, place)
-    return found
+            result[key] = value if key in CONSTANTS else _moved(value, ref_path)
+    return result

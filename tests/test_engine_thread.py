@@ -1,4 +1,4 @@
-"""The engine thread without HTTP: letters, boxes and what is bounded."""
+"""The engine thread without HTTP: messages, unread deltas and what is bounded."""
 
 import asyncio
 
@@ -7,7 +7,6 @@ from server_fixture import make_llm
 
 from sampling import SamplingParams
 from serving.engine_thread import EngineThread, Served, Unavailable
-from serving.metrics import Metrics
 
 PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
@@ -79,7 +78,7 @@ def test_one_bad_prompt_leaves_none_of_a_job_behind(llm):
     run(llm, use)
 
 
-def test_giving_up_while_the_letter_is_unread(llm):
+def test_giving_up_while_the_message_is_unread(llm):
     async def use(engine, served):
         release = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -112,7 +111,7 @@ def test_no_more_than_the_queue_holds(llm):
     run(llm, use, max_queue=2)
 
 
-def test_a_letter_that_raises_stops_nobody(llm, capsys):
+def test_a_message_that_raises_stops_nobody(llm, caplog):
     async def use(engine, served):
         engine.send(lambda: 1 / 0)
         job = await engine.submit(served, [([5, 6], None)], PARAMS)
@@ -120,11 +119,11 @@ def test_a_letter_that_raises_stops_nobody(llm, capsys):
         assert engine.alive
 
     run(llm, use)
-    assert "ZeroDivisionError" in capsys.readouterr().err
+    assert "ZeroDivisionError" in caplog.text
 
 
 def test_the_wait_that_is_told_grows_with_the_queue_and_is_bounded(llm):
-    served = Served("m", llm, Metrics())
+    served = Served("m", llm)
     waits = []
     for served.open in (0, 4, 40, 4000):
         waits.append(served.retry_after())

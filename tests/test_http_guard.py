@@ -7,7 +7,17 @@ from fastapi.exceptions import RequestValidationError
 
 from sampling import ParameterError
 from serving.engine_thread import Unavailable
-from serving.guard import ApiError, EventStream, LocalHost, as_api_error, error_body, error_response, sse, until_left
+from serving.guard import (
+    ApiError,
+    EventStream,
+    Gate,
+    as_api_error,
+    error_body,
+    error_response,
+    local_only,
+    sse,
+    until_left,
+)
 from tokenizer import TemplateError
 
 
@@ -112,7 +122,7 @@ def test_errors_and_their_status(error, status, param):
 
 
 def test_error_bodies_can_always_be_written():
-    body = error_body(400, "\ud800" * 5000)
+    body = error_body(ApiError(400, "\ud800" * 5000))
     assert len(sse(body)) < 3000 and body["error"]["type"] == "invalid_request_error"
 
 
@@ -139,5 +149,5 @@ def test_a_local_server_answers_to_no_other_name(host, passes):
         answers.extend([message["status"]] if "status" in message else [])
 
     scope = {"type": "http", "path": "/v1/models", "headers": [(b"host", host)]}
-    asyncio.run(LocalHost(app)(scope, None, send))
+    asyncio.run(Gate(app, local_only)(scope, None, send))
     assert answers == [200 if passes else 403]

@@ -55,7 +55,7 @@ class Watcher(threading.Thread):
 
 def test_watchers_see_every_step_and_leave_nothing_behind(server):
     watched = server.in_engine(lambda: vars(server.llm().scheduler).get("schedule"))
-    assert watched is None and server.engine.observer is None
+    assert watched is None
     watchers = [Watcher(server), Watcher(server)]
     server.complete(**LONG, n=3)
     server.wait_idle()
@@ -69,10 +69,10 @@ def test_watchers_see_every_step_and_leave_nothing_behind(server):
         watcher.join(20)
         check(watcher.snapshots)
     for _ in range(2000):
-        if server.engine.observer is None and not server.app.state.live.watches:
+        if not (watchers := server.in_engine(lambda: server.app.state.live.recorders["tiny"].watchers)):
             break
         threading.Event().wait(0.005)
-    assert server.engine.observer is None
+    assert watchers == 0
     assert server.in_engine(lambda: "schedule" not in vars(server.llm().scheduler))
 
 

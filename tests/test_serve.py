@@ -231,8 +231,8 @@ def test_health_and_metrics(server):
     label = '{model="tiny"}'
     assert float(values[f"vitrine_generated_tokens_total{label}"]) >= 4
     assert float(values[f"vitrine_kv_blocks{label}"]) == 512
-    bound = 'vitrine_time_to_first_token_seconds_bucket{model="tiny",le="+Inf"}'
-    assert values[bound] == values[f"vitrine_time_to_first_token_seconds_count{label}"] != "0"
+    bound = 'vitrine_time_to_first_token_seconds_bucket{le="+Inf",model="tiny"}'
+    assert values[bound] == values[f"vitrine_time_to_first_token_seconds_count{label}"] != "0.0"
     kinds = {line.split()[2]: line.split()[3] for line in lines if line.startswith("# TYPE")}
     assert kinds["vitrine_inter_token_seconds"] == "histogram" and kinds["vitrine_requests_running"] == "gauge"
 
