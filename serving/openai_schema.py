@@ -28,7 +28,7 @@ from sampling import SamplingParams
 from serving.guard import ApiError
 
 # Other servers' names for a structure. Unheard, they would give an answer that has none.
-STRUCTURE = "guided_json guided_regex guided_choice guided_grammar structured_outputs json_schema grammar".split()
+STRUCTURE = "guided_json guided_regex guided_choice guided_grammar structured_outputs json_schema".split()
 # Known fields that this server cannot honour: field -> values that ask for nothing.
 UNSUPPORTED: dict[str, tuple] = {
     **dict.fromkeys(STRUCTURE, ()),
@@ -69,7 +69,7 @@ class Body(BaseModel):
         ignored = []
         for name, value in (self.model_extra or {}).items():
             if name in UNSUPPORTED and value is not None and value not in UNSUPPORTED[name]:
-                instead = "ask with response_format, regex or choice" if name in STRUCTURE else "leave it out"
+                instead = "ask with response_format, regex, choice or grammar" if name in STRUCTURE else "leave it out"
                 raise ApiError(400, f"{name!r} is not supported by this server; {instead}", name, "unsupported")
             if name not in UNSUPPORTED:
                 shown = ascii(name[:40])  # quoted, unless it is a plain word: an edge of blanks is no header value

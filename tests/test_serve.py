@@ -130,7 +130,7 @@ def test_unknown_fields_are_named_and_unsupported_ones_refused(server):
 
 
 def test_F57_structures_under_other_names_are_not_passed_over(server):
-    for name in ("guided_json", "json_schema", "grammar"):  # F57: never free text where a structure was asked for
+    for name in ("guided_json", "json_schema", "guided_grammar"):  # never free text where a structure was asked for
         error = server.complete(expect=400, **{name: {"type": "object"}})["error"]
         assert error["param"] == name and "response_format" in error["message"]
     assert server.complete(guided_json=None, max_tokens=1)["choices"]
