@@ -46,15 +46,12 @@ from tokenizer import Tokenizer
 
 
 class Computed(NamedTuple):
-    """An entry of a step that has logits: those of `positions` are the rows from `row` on."""
+    """An entry of a step that has logits: those of `positions` are the rows `first` to `last`."""
 
     answer: Answer
     positions: range
-    row: int
-
-    @property
-    def last(self) -> int:
-        return self.row + len(self.positions) - 1
+    first: int
+    last: int
 
 
 class Engine:
@@ -78,7 +75,7 @@ class Engine:
         self.requests: dict[int, Request] = {}
         self.guides = Guides(tokenizer, self.model.config.vocab_size, eos_token_ids, jump_forward)
         self.drafts = Drafts()
-        self.deciders = (self.score_prompts, self.search_beams, self.draw_tokens)
+        self.deciders = [self.draw_tokens]  # and those that requests have brought: score_prompts, search_beams
         self.rows: dict[Answer, int] = {}  # of the last step: where the latest token of each was drawn
 
     # -- requests come and go
@@ -117,12 +114,19 @@ class Engine:
         request.answers.append(seq.answer)
         if params.beam_width and limit:
             request.search = BeamSearch(request, seq.answer)
+            self._use(self.search_beams)
+        if params.prompt_logprobs is not None:
+            self._use(self.score_prompts)
         self.requests[request.id] = request
         return request
 
     def abort(self, request: Request) -> list[Delta]:
         """Stop a request wherever it is; its blocks are free at once. Finished or unknown: nothing happens."""
         return self._end(request, "abort") if self.requests.get(request.id) is request else []
+
+    def _use(self, decider: Callable) -> None:
+        if decider not in self.deciders:
+            self.deciders.insert(0, decider)
 
     def _check(self, prompt_ids: list[int], params: SamplingParams, priority: int, namespace: Hashable) -> None:
         vocab = self.model.config.vocab_size
@@ -184,9 +188,7 @@ class Engine:
 
     def advance(self, deltas: list[Delta]) -> None:
         """One step, in the order of the docstring above; overlap.py has another. An end is in `deltas` at once."""
-        step = self.plan()
-        if step.entries:
-            self.run(step, self.rows_wanted(step), None, deltas)
+        self.run(self.plan(), deltas)
 
     def discard(self) -> None:
         """Forget a step that is on its way; here there is none."""
@@ -204,16 +206,19 @@ class Engine:
                 self.trace = None
         return step
 
-    def run(self, step: Step, rows: list[range], batch: Batch | None, deltas: list[Delta]) -> None:
+    def run(self, step: Step, deltas: list[Delta], rows: list[range] | None = None, batch: Batch | None = None) -> None:
         """Compute a planned step, which may be laid out already, and decide what follows."""
+        if not step.entries:
+            return
         try:
             self.kv.apply(step)
+            rows = rows_wanted(step) if rows is None else rows
             logits = self.runner.run(self.lay_out(step, rows) if batch is None else batch)
             self.scheduler.computed(step)
             computed, row = [], 0
             for (seq, _), positions in zip(step.entries, rows, strict=True):
                 if positions:
-                    computed.append(Computed(seq.answer, positions, row))
+                    computed.append(Computed(seq.answer, positions, row, row + len(positions) - 1))
                 row += len(positions)
             for decide in self.deciders:
                 decide(computed, logits, deltas)
@@ -222,21 +227,17 @@ class Engine:
             self.scheduler.fail(step)
             self.fail([seq.answer.request for seq, _ in step.entries], error, deltas)
 
-    def rows_wanted(self, step: Step) -> list[range]:
-        """For each entry the positions whose logits are needed."""
-        return [seq.answer.rows_wanted(seq.num_computed + n) for seq, n in step.entries]
-
     def lay_out(self, step: Step, rows: list[range]) -> Batch:
         return lay_out(step, rows, self.scheduler.block_size, self.model.norm.device)
 
     # -- who decides: each reads the rows of its own kind
 
     def score_prompts(self, computed: list[Computed], logits: torch.Tensor, deltas: list[Delta]) -> None:
-        for answer, positions, row in computed:
+        for answer, positions, first, last in computed:
             request = answer.request
             if request.params.prompt_logprobs is not None and answer.index == 0:
                 try:
-                    request.score_prompt(positions, logits[row : row + len(positions)])
+                    request.score_prompt(positions, logits[first : last + 1])
                 except ValueError as error:
                     self._end(request, "error", str(error), deltas)
 
@@ -254,39 +255,42 @@ class Engine:
 
     def draw_tokens(self, computed: list[Computed], logits: torch.Tensor, deltas: list[Delta]) -> None:
         """Where the last known token was computed: sample, check the draft against it, accept, and go on behind it."""
-        ready: list[tuple[Answer, int]] = []  # and the last row of each
+        ready: dict[Answer, int] = {}  # and the last row of each
         for each in computed:
             answer, request = each.answer, each.answer.request
             if answer.seq.num_new == 0 and request.search is None and answer.finish_reason is None:
-                ready.append((answer, each.last))
-                ready += [(self.fork(answer), each.last) for _ in range(request.width - len(request.answers))]
+                ready[answer] = each.last
+                while len(request.answers) < request.width:
+                    ready[self.fork(answer)] = each.last
         while ready:
-            results = self.pick(ready, logits)
-            ready = [r for r, result in zip(ready, results, strict=True) if self.accept(r[0], result, deltas)]
+            results, following = self.pick(ready, logits), {}
+            for answer, result in results.items():
+                if self.accept(answer, result, deltas):
+                    following[answer] = ready[answer]
+            ready = following
 
-    def pick(self, ready: list[tuple[Answer, int]], logits: torch.Tensor) -> list[Sampled | ValueError]:
+    def pick(self, ready: dict[Answer, int], logits: torch.Tensor) -> dict[Answer, Sampled | ValueError]:
         """The next token of each answer: the forced one, or drawn from its row. A draft's rows end at the last one."""
-        results: dict[Answer, Sampled | ValueError] = {}
-        drawn = []
-        for answer, last in ready:
+        results: dict[Answer, Sampled | ValueError] = dict.fromkeys(ready)
+        drawn, samplers, masks, rows = [], [], [], []
+        for answer, last in ready.items():
             row = self.rows[answer] = last - answer.seq.num_draft
-            if not answer.forced:
+            forced, params = answer.forced, answer.request.params
+            if not forced:
                 drawn.append(answer)
-            elif answer.request.params.scored:
-                k = answer.request.params.logprobs or 0
-                (results[answer],) = prompt_logprobs(logits[row : row + 1], answer.forced[:1], k)
+                samplers.append(answer.sampler)
+                masks.append(answer.guide and answer.guide.mask())
+                rows.append(row)
+            elif params.scored:
+                (results[answer],) = prompt_logprobs(logits[row : row + 1], forced[:1], params.logprobs or 0)
             else:
-                results[answer] = Sampled(answer.forced[0])
-        if drawn:
-            masks = [answer.guide and answer.guide.mask() for answer in drawn]
-            rows = [self.rows[answer] for answer in drawn]
-            sampled = sample(logits, [answer.sampler for answer in drawn], masks, rows)
-            for answer, row, mask, result in zip(drawn, rows, masks, sampled, strict=True):
-                if answer.seq.num_draft and answer.guess_probs and isinstance(result, Sampled):
-                    guess = answer.seq.tokens[-answer.seq.num_draft]
-                    result = verdict(answer, logits[row].float(), guess, mask)
-                results[answer] = result
-        return [results[answer] for answer, _ in ready]
+                results[answer] = Sampled(forced[0])
+        sampled = sample(logits, samplers, masks, rows) if drawn else []
+        for answer, row, mask, result in zip(drawn, rows, masks, sampled, strict=True):
+            if answer.guess_probs and answer.seq.num_draft and isinstance(result, Sampled):
+                result = verdict(answer, logits[row].float(), answer.seq.tokens[-answer.seq.num_draft], mask)
+            results[answer] = result
+        return results
 
     def accept(self, answer: Answer, result: Sampled | ValueError, deltas: list[Delta]) -> bool:
         """Give an answer its token. Returns whether its draft had it, so that its next row holds good too.
@@ -311,7 +315,8 @@ class Engine:
             self.drafts.jumping.add(answer)
         if answer.finish_reason is None:
             return right
-        self.scheduler.truncate(answer.seq, len(answer.seq.tokens) - answer.seq.num_draft)
+        if answer.seq.num_draft:
+            self.scheduler.truncate(answer.seq, len(answer.seq.tokens) - answer.seq.num_draft)
         self.scheduler.finish(answer.seq)
         self._close_if_finished(request)
         return False
@@ -347,9 +352,16 @@ class Engine:
         return deltas
 
     def _close_if_finished(self, request: Request) -> None:
-        if request.finished:
-            request.finished_at = time.perf_counter()
-            self.requests.pop(request.id, None)
+        for answer in request.answers:
+            if answer.finish_reason is None:
+                return
+        request.finished_at = time.perf_counter()
+        self.requests.pop(request.id, None)
+
+
+def rows_wanted(step: Step) -> list[range]:
+    """For each entry the positions whose logits are needed."""
+    return [seq.answer.rows_wanted(seq.num_computed + n) for seq, n in step.entries]
 
 
 def lay_out(step: Step, rows: list[range], block_size: int, device: torch.device | str) -> Batch:
@@ -360,32 +372,30 @@ def lay_out(step: Step, rows: list[range], block_size: int, device: torch.device
     slots      [ 39 10 11 12 13 |  9 ]       page of the position * 5 + offset in the page
     tables     [[7 2 0], [5 1 3]]            padded with block 0, which is never handed out
     """
-    tokens, positions, slots, starts, wanted = [], [], [], [0], []
+    tokens, positions, slots, starts, wanted, tables, lens = [], [], [], [0], [], [], []
     for (seq, n), rows_of_seq in zip(step.entries, rows, strict=True):
-        start, table = seq.num_computed, seq.block_table
-        wanted += [starts[-1] + p - start for p in rows_of_seq]
-        tokens += seq.tokens[start : start + n]
-        positions += range(start, start + n)
-        slots += [table[p // block_size] * block_size + p % block_size for p in range(start, start + n)]
+        start, end, table = seq.num_computed, seq.num_computed + n, seq.block_table
+        wanted += range(starts[-1] + rows_of_seq.start - start, starts[-1] + rows_of_seq.stop - start)
+        tokens += seq.tokens[start:end]
+        positions += range(start, end)
+        for p in range(start, end):
+            slots.append(table[p // block_size] * block_size + p % block_size)
         starts.append(starts[-1] + n)
-    sequences = [seq for seq, _ in step.entries]
-    # At least two of each, with empty ones as padding: torch.compile takes a size of one for a constant.
-    width = max(2, *(len(seq.block_table) for seq in sequences))
-    padding = [[0] * width] * (2 - len(sequences))
-    tables = [seq.block_table + [0] * (width - len(seq.block_table)) for seq in sequences] + padding
-    lens = [seq.num_computed + n for seq, n in step.entries] + [0] * len(padding)
-
-    def tensor(values, dtype=torch.int64) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
-
-    token_row, position_row, slot_row = tensor([tokens, positions, slots]).unbind()  # int64 [T] each
+        tables.append(table)
+        lens.append(end)
+    one_each = len(wanted) == len(tokens) == len(tables)
+    if len(tables) == 1:  # torch.compile takes a size of one for a constant, so an empty sequence pads the batch
+        tables, lens, starts = [*tables, []], [*lens, 0], [*starts, *starts[-1:]]
+    width = max(2, len(max(tables, key=len)))
+    padded = [table + [0] * (width - len(table)) for table in tables]
+    flat = torch.tensor([tokens, positions, slots], device=device).unbind()  # int64 [T] each
     return Batch(
-        tokens=token_row,
-        positions=position_row,
-        slot_mapping=slot_row,
-        block_tables=tensor(tables, torch.int32),  # [S, width]
-        query_start=tensor(starts + starts[-1:] * len(padding), torch.int32),  # [S + 1]
-        context_lens=tensor(lens, torch.int32),  # [S]
-        logit_rows=tensor(wanted),  # [R]
-        one_each=len(wanted) == len(tokens) == len(sequences),
+        tokens=flat[0],
+        positions=flat[1],
+        slot_mapping=flat[2],
+        block_tables=torch.tensor(padded, dtype=torch.int32, device=device),  # [S, width]
+        query_start=torch.tensor(starts, dtype=torch.int32, device=device),  # [S + 1]
+        context_lens=torch.tensor(lens, dtype=torch.int32, device=device),  # [S]
+        logit_rows=torch.tensor(wanted, dtype=torch.int64, device=device),  # [R]
+        one_each=one_each,
     )

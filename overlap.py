@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 
 import kernels
-from engine import Engine
+from engine import Engine, rows_wanted
 from model import Batch
 from request import Answer, Delta
 from sampling import Sampled
@@ -70,20 +70,19 @@ class OverlapEngine(Engine):
             step = self.plan()
             answers = [] if self.drafts.drafted else plain_decodes(step)
             if not answers:
-                if step.entries:
-                    self.run(step, self.rows_wanted(step), None, deltas)
+                self.run(step, deltas)
                 return
-            self.launch(step, answers, self.lay_out(step, self.rows_wanted(step)))
+            self.launch(step, answers, self.lay_out(step, rows_wanted(step)))
         flight = self.flight
         following = self.plan_next(flight)
         self.flight = None
         try:
-            ready = [(answer, row + answer.seq.num_draft) for row, answer in enumerate(flight.answers)]
+            ready = {answer: row + answer.seq.num_draft for row, answer in enumerate(flight.answers)}
             results = self.pick(ready, flight.logits.result())
         except Exception as error:
             self.fail_both(flight.step, following and following.step, error, deltas)
             return
-        for answer, result in zip(flight.answers, results, strict=True):
+        for answer, result in results.items():
             if answer.seq.num_draft and isinstance(result, Sampled):
                 answer.seq.tokens[-1] = result.token
                 if following is not None and answer in following.row_of:
@@ -91,10 +90,10 @@ class OverlapEngine(Engine):
         answers = plain_decodes(following.step) if following is not None else []
         if answers:
             self.launch(following.step, answers, following.batch)
-        for answer, result in zip(flight.answers, results, strict=True):
+        for answer, result in results.items():
             self.accept(answer, result, deltas)
         if following is not None and not answers:  # a preempted sequence computes more than one token again
-            self.run(following.step, following.rows, following.batch, deltas)
+            self.run(following.step, deltas, following.rows, following.batch)
 
     def discard(self) -> None:
         """Wait for a step that is on its way, and forget it: its memory is about to change hands."""

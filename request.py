@@ -94,7 +94,7 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return all(answer.finish_reason is not None for answer in self.answers)
+        return self.finished_at is not None
 
     @property
     def num_cached_tokens(self) -> int:
