@@ -5,7 +5,7 @@ may depend on what else was running.
 
 The idea is the whole engine: catch up. A sequence knows its tokens and how many of them are in the cache. A step is
 
-    extend     guesses and forced tokens become ordinary tokens that are not computed yet  (drafts.py)
+    extend     guesses and forced tokens become ordinary tokens that are not computed yet  (speculative.py)
     schedule   which sequences compute how many of their missing tokens                    (scheduler.py)
     lay out    those tokens as one flat run, with positions, slots and page tables         (here)
     run        the model once over the run                                                 (model.py, compiled.py)
@@ -33,7 +33,6 @@ import torch
 import kernels
 from beam import BeamSearch
 from compiled import ModelRunner
-from drafts import Drafts
 from formats.command_line import warn
 from guided import Guides
 from kv_paged import blocks_needed
@@ -41,7 +40,7 @@ from model import Batch
 from request import Answer, Delta, Request
 from sampling import Sampled, SamplerState, SamplingParams, prompt_logprobs, sample
 from scheduler import Scheduler, Sequence, Step
-from speculative import verdict
+from speculative import Drafts, verdict
 from tokenizer import Tokenizer
 
 

@@ -15,6 +15,13 @@ Two rules verify. The default samples each row as it would be sampled without gu
 same, token by token, as without speculation. The other is `rejection_sample`, which only keeps the distribution; it
 accepts the guesses of a draft model more often, because its draws need not be coupled to those of the target.
 
+Guesses, and tokens that a grammar forces, are drafts: the last `num_draft` tokens of a sequence, which scheduler,
+layout and model compute like any others (`Drafts`). What was not computed or not right leaves no trace:
+
+    extend       ... the cat | sat  on   his  hat    a draft of four behind "cat", which is still to be computed
+    trim         ... the cat | sat  on   his         the step has room for four rows: "hat" is forgotten
+    settle       ... the cat   sat  on   the         two were right; "his" goes, and so do its key and value
+
 This file has the rules and the cheapest proposer, prompt lookup. drafting/head.py and drafting/draft_model.py propose
 with trained networks, drafting/budget.py decides how many guesses pay.
 
@@ -26,15 +33,15 @@ LLMA (Yang et al. 2023, arXiv:2304.04487). Left out: trees of guesses.
 from __future__ import annotations
 
 import runpy
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 
+from formats.command_line import warn
+from request import Answer
 from sampling import Sampled, draw, probabilities, process_logits, score
-
-if TYPE_CHECKING:
-    from request import Answer
+from scheduler import Scheduler, Step
 
 VERDICT, RESIDUAL, GUESS = 1, 2, 3  # streams of sampling.uniform; 0 draws tokens
 
@@ -125,7 +132,93 @@ class NgramProposer(Proposer):
         return index
 
 
-if (
-    __name__ == "__main__"
-):  # train | measure; by its name, since the commands import the engine, which imports this file
+class Drafts:
+    """The drafts of running sequences. `speculator` guesses (drafting/budget.py); None: only what is forced."""
+
+    def __init__(self, speculator=None):
+        self.speculator = speculator
+        self.jumping: set[Answer] = set()  # have forced tokens that may be appended
+        self.drafted: list[Answer] = []  # carry a draft in this step
+
+    def extend(self, running: list) -> None:
+        """Let sequences that only lack their last token carry a draft behind it."""
+        self.drafted = []
+        if not self.jumping and self.speculator is None:
+            return
+        self.jumping = {answer for answer in self.jumping if answer.forced and answer.finish_reason is None}
+        able = [seq.answer for seq in running if seq.num_new == 1 and seq.answer.sampler.n_output]
+        able = [answer for answer in able if answer.request.search is None]
+        drafts = {answer: answer.forced for answer in able if answer.forced}
+        guessing = [answer for answer in able if not answer.forced] if self.speculator is not None else []
+        if guessing:
+            drafts |= zip(guessing, self._guess(guessing), strict=True)
+        for answer, draft in drafts.items():
+            draft = draft[: room(answer)]
+            answer.seq.tokens += draft
+            answer.seq.num_draft = len(draft)
+            answer.num_guessed, answer.num_right = 0 if answer.forced else len(draft), 0
+            if draft:
+                self.drafted.append(answer)
+
+    def trim(self, step: Step, scheduler: Scheduler) -> None:
+        """What this step does not compute of a draft is forgotten: for want of budget or blocks, or preempted."""
+        if not self.drafted:
+            return
+        scheduled = {seq: n for seq, n in step.entries}
+        for answer in self.drafted:
+            seq = answer.seq
+            decided = len(seq.tokens) - seq.num_draft
+            computed = min(len(seq.tokens), seq.num_computed + scheduled.get(seq, 0))
+            scheduler.truncate(seq, max(decided, computed))
+            answer.num_guessed = min(answer.num_guessed, seq.num_draft)
+
+    def settle(self, answer: Answer, token: int, scheduler: Scheduler) -> bool:
+        """`token` follows. It becomes the next decided one of the sequence; a draft that had another one is gone.
+
+        Returns whether the draft had it, so that the row behind it holds good as well.
+        """
+        seq = answer.seq
+        if seq.num_draft:
+            first = len(seq.tokens) - seq.num_draft
+            if seq.tokens[first] == token:
+                seq.num_draft -= 1
+                answer.num_right += 1
+                return True
+            scheduler.truncate(seq, first)
+            answer.guess_probs = []
+        seq.tokens.append(token)
+        return False
+
+    def observe(self) -> None:
+        """Tell the speculator how its guesses fared."""
+        try:
+            for answer in self.drafted:
+                if answer.num_guessed:
+                    self.speculator.observe(answer)
+        except Exception as error:
+            self._stop_guessing(error)
+
+    def _guess(self, answers: list[Answer]) -> list[list[int]]:
+        try:
+            return self.speculator.propose(answers, [room(answer) for answer in answers], possible)
+        except Exception as error:
+            self._stop_guessing(error)
+            return [[] for _ in answers]
+
+    def _stop_guessing(self, error: Exception) -> None:
+        warn(f"speculation is switched off: {type(error).__name__}: {error}")
+        self.speculator = None
+
+
+def room(answer: Answer) -> int:
+    """Tokens a draft may have: the row after the last of them gives one more, and then the answer may be full."""
+    return answer.request.max_tokens - answer.sampler.n_output - 1
+
+
+def possible(answer: Answer, guess: list[int]) -> list[int]:
+    """What of a guess the structure of an answer allows."""
+    return guess if answer.guide is None else answer.guide.trim(guess)
+
+
+if __name__ == "__main__":  # by name, since the commands import the engine, which imports this file
     runpy.run_module("drafting.train", run_name="__main__")

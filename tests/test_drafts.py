@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from drafts import Drafts
 from kv_paged import BlockPool
 from request import Answer as RealAnswer
 from scheduler import Scheduler, Sequence
+from speculative import Drafts
 
 THE, CAT, SAT, ON, HIS, HAT = range(6)
 
