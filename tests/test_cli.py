@@ -116,7 +116,7 @@ def test_ctrl_c_ends_cleanly(folder):
         (["--kv-memory", "much"], "such as 512M or 2G"),
     ],
 )
-def test_F32_a_flag_that_cannot_be_read_says_why(folder, capsys, arguments, named):
+def test_a_flag_that_cannot_be_read_says_why(folder, capsys, arguments, named):
     with pytest.raises(SystemExit) as end:
         call(folder, *arguments)
     assert end.value.code == 2 and named in capsys.readouterr().err
@@ -153,7 +153,7 @@ def test_a_prompts_file_of_another_encoding_is_named(folder, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["answers"][0]["prompt"] == "the cat"
 
 
-def test_F22_json_holds_the_logprobs_that_were_asked_for(folder, tmp_path, capsys):
+def test_json_holds_the_logprobs_that_were_asked_for(folder, tmp_path, capsys):
     asked = ["--logprobs", "2", "--prompt-logprobs", "1", "--max-tokens", "3", "--ignore-eos", "--json"]
     assert call(folder, "--prompt", "the cat", *asked) == 0
     alone = json.loads(capsys.readouterr().out)

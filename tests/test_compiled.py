@@ -28,7 +28,7 @@ def answers(llm: LLM, work: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("quant", (None, "int4"))
-def test_F61_two_graphs_serve_every_prompt_length_batch_and_context(folder, quant):
+def test_two_graphs_serve_every_prompt_length_batch_and_context(folder, quant):
     llm = LLM(str(folder), quant=quant, kernels="reference", num_blocks=300)
     work = [[prompt] for prompt in prompts([3, 1, 2, *range(4, 21)])]  # 20 prompt lengths alone
     work += [prompts(range(5, 5 + batch)) for batch in range(1, 9)]  # batches of 1 to 8
@@ -66,7 +66,7 @@ def test_captured_steps_answer_as_eager_ones(folder, quant):
     kernels.set_backend("reference")
 
 
-def test_F62_padding_rows_of_a_bucket_touch_only_block_0(folder):
+def test_padding_rows_of_a_bucket_touch_only_block_0(folder):
     kernels.set_backend("reference")
     llm = LLM(str(folder), kernels="reference", num_blocks=20, block_size=4)
     calls = []
@@ -96,6 +96,27 @@ def test_F62_padding_rows_of_a_bucket_touch_only_block_0(folder):
         llm.engine.step()
     assert [request.answers[0].token_ids for request in requests] == reference
     assert set(calls) == {8}
+
+
+def test_padding_rows_do_not_keep_the_slots_of_an_earlier_batch(folder):
+    llm = LLM(str(folder), kernels="reference", num_blocks=20, block_size=4)
+
+    def replaying(run):
+        output = run()
+        return output, lambda: output.copy_(run())
+
+    runner = CapturedRunner(llm.runner, [4], 8, replaying)
+
+    def run(*slots):
+        batch = padding_batch(len(slots), "cpu")
+        batch.slot_mapping[:] = torch.tensor(slots)
+        with torch.inference_mode():
+            runner.run(batch)
+
+    run(41, 42, 43)
+    llm.kv.data[:, :, 10] = 7.0  # slots 40 to 43
+    run(45)
+    assert (llm.kv.data[:, :, 10] == 7.0).all() and not (llm.kv.data[:, :, 11] == 0).all()
 
 
 def test_a_batch_beyond_the_last_bucket_is_computed_as_always(folder):

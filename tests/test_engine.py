@@ -314,7 +314,7 @@ def prompts_of(*lengths: int) -> list[list[int]]:
     return [torch.randint(3, 300, (n,), generator=draw).tolist() for n in lengths]
 
 
-def test_F17_greedy_and_random_rows_in_one_batch():
+def test_greedy_and_random_rows_in_one_batch():
     prompt = prompts_of(9)[0]
     mixed = [(prompt, dataclasses.replace(GREEDY, temperature=t, seed=1)) for t in (0, 1e-6, 0.8)]
     mixed.append((prompt, dataclasses.replace(GREEDY, temperature=0.8, top_k=1, seed=1)))
@@ -322,7 +322,7 @@ def test_F17_greedy_and_random_rows_in_one_batch():
     assert ids[0] == ids[1] == ids[3] == expected("llama", prompt, GREEDY)
 
 
-def test_F20_parallel_samples_differ_and_repeat():
+def test_parallel_samples_differ_and_repeat():
     params = SamplingParams(n=3, seed=1, temperature=1.0, max_tokens=12, stop_token_ids=list(range(100, 130)))
     prompt = prompts_of(9)[0]
     runs = [run(make_engine(), [(prompt, params)])[0].outputs for _ in range(2)]
@@ -334,7 +334,7 @@ def test_F20_parallel_samples_differ_and_repeat():
 
 @pytest.mark.parametrize("overlap", (False, True))
 @pytest.mark.parametrize("stage", ("waiting", "prefilling", "decoding", "forked"))
-def test_F29_abort_gives_every_block_back(stage, overlap):
+def test_abort_gives_every_block_back(stage, overlap):
     engine = make_engine(max_num_batched_tokens=4, max_num_seqs=4, prefix_cache="none", overlap=overlap)
     first = engine.add(prompts_of(20)[0], dataclasses.replace(GREEDY, max_tokens=40, n=3 if stage == "forked" else 1))
     steps = {"waiting": 0, "prefilling": 2, "decoding": 7, "forked": 7}[stage]
@@ -350,7 +350,7 @@ def test_F29_abort_gives_every_block_back(stage, overlap):
     assert_all_free(engine)
 
 
-def test_F30_abort_after_the_end_is_nothing():
+def test_abort_after_the_end_is_nothing():
     engine = make_engine()
     request = engine.add([5, 6], GREEDY)
     while engine.has_work:
@@ -360,7 +360,7 @@ def test_F30_abort_after_the_end_is_nothing():
 
 
 @pytest.mark.parametrize("overlap", (False, True))
-def test_F31_a_step_that_raises_fails_its_requests_only(monkeypatch, overlap):
+def test_a_step_that_raises_fails_its_requests_only(monkeypatch, overlap):
     engine = make_engine(overlap=overlap)
     requests = [engine.add(p, GREEDY) for p in prompts_of(5, 6, 7)]
     engine.step()
@@ -377,7 +377,7 @@ def test_F31_a_step_that_raises_fails_its_requests_only(monkeypatch, overlap):
 
 
 @pytest.mark.parametrize("overlap", (False, True))
-def test_F31_a_plan_that_raises_ends_all_and_the_engine_serves_on(monkeypatch, overlap):
+def test_a_plan_that_raises_ends_all_and_the_engine_serves_on(monkeypatch, overlap):
     engine = make_engine(overlap=overlap, max_num_batched_tokens=8)
     requests = [engine.add(p, dataclasses.replace(GREEDY, n=2)) for p in prompts_of(5, 6, 7)]
     for _ in range(3):
@@ -393,7 +393,7 @@ def test_F31_a_plan_that_raises_ends_all_and_the_engine_serves_on(monkeypatch, o
     assert output.outputs[0].token_ids == expected("llama", prompts_of(5)[0], GREEDY)
 
 
-def test_F31_a_beam_that_raises_leaves_the_others(monkeypatch, capsys):
+def test_a_beam_that_raises_leaves_the_others(monkeypatch, capsys):
     engine = make_engine()
     beams = engine.add(prompts_of(6)[0], SamplingParams(beam_width=3, n=2, temperature=0, max_tokens=6))
     other = engine.add(prompts_of(5)[0], GREEDY)
@@ -409,7 +409,7 @@ def test_F31_a_beam_that_raises_leaves_the_others(monkeypatch, capsys):
     assert_all_free(engine)
 
 
-def test_F31_a_plan_that_raises_waits_for_the_step_on_its_way(monkeypatch):
+def test_a_plan_that_raises_waits_for_the_step_on_its_way(monkeypatch):
     engine = make_engine(overlap=True)
     engine.add(prompts_of(5)[0], GREEDY)
     while engine.flight is None:
@@ -428,7 +428,7 @@ def test_F31_a_plan_that_raises_waits_for_the_step_on_its_way(monkeypatch):
         gate.set()
 
 
-def test_F31_who_was_planned_behind_a_step_that_raises_is_told(monkeypatch):
+def test_who_was_planned_behind_a_step_that_raises_is_told(monkeypatch):
     engine = make_engine(overlap=True, max_num_batched_tokens=3)
     short = dataclasses.replace(GREEDY, n=2, max_tokens=3)
     requests = [engine.add([5 + i], params) for i, params in enumerate((short, GREEDY, GREEDY))]
@@ -454,7 +454,7 @@ def test_F31_who_was_planned_behind_a_step_that_raises_is_told(monkeypatch):
     assert_all_free(engine)
 
 
-def test_F31_a_beam_search_that_cannot_tell_its_answers_ends_with_the_cause(monkeypatch):
+def test_a_beam_search_that_cannot_tell_its_answers_ends_with_the_cause(monkeypatch):
     engine = make_engine()
     request = engine.add(prompts_of(6)[0], SamplingParams(beam_width=3, n=2, temperature=0, max_tokens=3))
     monkeypatch.setattr(request.search, "answers", lambda: 1 / 0)
@@ -466,7 +466,7 @@ def test_F31_a_beam_search_that_cannot_tell_its_answers_ends_with_the_cause(monk
     assert_all_free(engine)
 
 
-def test_F31_a_text_that_cannot_be_made_ends_its_own_request(monkeypatch):
+def test_a_text_that_cannot_be_made_ends_its_own_request(monkeypatch):
     engine = make_engine()
     prompts = prompts_of(5, 6)
     broken, other = (engine.add(p, GREEDY) for p in prompts)
@@ -479,7 +479,7 @@ def test_F31_a_text_that_cannot_be_made_ends_its_own_request(monkeypatch):
     assert_all_free(engine)
 
 
-def test_F31_a_prompt_that_cannot_be_scored_ends_its_own_request(monkeypatch):
+def test_a_prompt_that_cannot_be_scored_ends_its_own_request(monkeypatch):
     engine = make_engine()
     prompts, run_model = prompts_of(5, 6), engine.runner.run
     scored = engine.add(prompts[0], dataclasses.replace(GREEDY, prompt_logprobs=1))
@@ -501,7 +501,7 @@ def test_F31_a_prompt_that_cannot_be_scored_ends_its_own_request(monkeypatch):
 
 
 @pytest.mark.parametrize("overlap", (False, True))
-def test_F31_an_end_is_told_though_the_step_fails_behind_it(monkeypatch, overlap):
+def test_an_end_is_told_though_the_step_fails_behind_it(monkeypatch, overlap):
     engine = make_engine(overlap=overlap)
     short = engine.add(prompts_of(5)[0], dataclasses.replace(GREEDY, max_tokens=4))
     other = engine.add(prompts_of(6)[0], GREEDY)
@@ -532,7 +532,7 @@ def test_whichever_thread_runs_the_model_has_chosen_its_gpu(monkeypatch, overlap
     assert threading.get_ident() not in chosen, "of this thread nothing was asked"
 
 
-def test_F31_neither_trace_nor_speculator_can_end_a_request(monkeypatch):
+def test_neither_trace_nor_speculator_can_end_a_request(monkeypatch):
     engine = make_engine(speculate="copy")
     engine.trace = lambda line: 1 / 0
     monkeypatch.setattr(engine.speculator, "observe", lambda choice: 1 / 0)
@@ -545,7 +545,7 @@ def test_F31_neither_trace_nor_speculator_can_end_a_request(monkeypatch):
     assert_all_free(engine)
 
 
-def test_F31_one_request_whose_row_fails_leaves_the_others(monkeypatch):
+def test_one_request_whose_row_fails_leaves_the_others(monkeypatch):
     engine = make_engine()
     requests = [engine.add(p, GREEDY) for p in prompts_of(5, 6, 7)]
 
@@ -566,7 +566,7 @@ def test_F31_one_request_whose_row_fails_leaves_the_others(monkeypatch):
     assert_all_free(engine)
 
 
-def test_F21_non_finite_logits_end_their_request_only():
+def test_non_finite_logits_end_their_request_only():
     engine = make_engine()
     requests = [engine.add(p, GREEDY) for p in prompts_of(5, 6)]
     healthy = engine.runner.run
@@ -588,7 +588,7 @@ def test_F21_non_finite_logits_end_their_request_only():
 
 
 @pytest.mark.parametrize("preemption", ("recompute", "swap"))
-def test_F33_preemption_changes_nothing_a_user_sees(preemption):
+def test_preemption_changes_nothing_a_user_sees(preemption):
     params = SamplingParams(
         temperature=0.9, seed=3, max_tokens=12, frequency_penalty=0.7, logprobs=2, ignore_eos=True, stop=["\x00"]
     )
@@ -610,7 +610,7 @@ def test_F33_preemption_changes_nothing_a_user_sees(preemption):
 
 
 @pytest.mark.parametrize("chunk", (1, 5, 16, 64))
-def test_F34_chunks_and_cached_prefixes_change_nothing(chunk):
+def test_chunks_and_cached_prefixes_change_nothing(chunk):
     prompt = prompts_of(37)[0]
     engine = make_engine(max_num_batched_tokens=chunk)
     wanted = expected("llama", prompt, GREEDY)
@@ -622,7 +622,7 @@ def test_F34_chunks_and_cached_prefixes_change_nothing(chunk):
         assert (request.num_cached_tokens > 0) == (attempt == 1)
 
 
-def test_F35_answers_do_not_depend_on_the_batch():
+def test_answers_do_not_depend_on_the_batch():
     prompts = prompts_of(3, 9, 14, 20, 31, 40)
     wanted = [expected("llama", p, GREEDY) for p in prompts]
     for order in ([0, 1, 2, 3, 4, 5], [5, 2, 0, 4, 1, 3]):
@@ -633,7 +633,7 @@ def test_F35_answers_do_not_depend_on_the_batch():
 
 @pytest.mark.parametrize("cache", ("radix", "hash"))
 @pytest.mark.parametrize("length", (7, 8, 9))
-def test_F36_fully_cached_prompt_still_computes_a_token(cache, length):
+def test_fully_cached_prompt_still_computes_a_token(cache, length):
     prompt = prompts_of(length)[0]
     engine = make_engine(prefix_cache=cache)
     for _ in range(2):
@@ -644,7 +644,7 @@ def test_F36_fully_cached_prompt_still_computes_a_token(cache, length):
     assert request.num_cached_tokens == (length - 1) // 4 * 4 < length
 
 
-def test_F38_namespaces_do_not_share_prefixes():
+def test_namespaces_do_not_share_prefixes():
     prompt = prompts_of(12)[0]
     engine = make_engine()
     for namespace, hit in (
@@ -665,7 +665,7 @@ def test_F38_namespaces_do_not_share_prefixes():
 
 
 @pytest.mark.parametrize("cache", ("radix", "hash"))
-def test_F39_overwritten_prefix_is_not_found_again(cache):
+def test_overwritten_prefix_is_not_found_again(cache):
     a, b = prompts_of(9, 10)
     engine = make_engine(num_blocks=3, prefix_cache=cache)
     params = dataclasses.replace(GREEDY, max_tokens=3)
@@ -677,7 +677,7 @@ def test_F39_overwritten_prefix_is_not_found_again(cache):
         assert request.num_cached_tokens == 0
 
 
-def test_F24_prompt_logprobs_are_those_of_a_cold_run():
+def test_prompt_logprobs_are_those_of_a_cold_run():
     ckpt, weights, _, _ = world()
     prompt = prompts_of(33)[0]
     params = dataclasses.replace(GREEDY, prompt_logprobs=2, max_tokens=2)
@@ -699,7 +699,7 @@ def test_F24_prompt_logprobs_are_those_of_a_cold_run():
             assert [i for i, _ in score.top] == truth[p].topk(2).indices.tolist()
 
 
-def test_F24_prompt_logprobs_survive_preemption():
+def test_prompt_logprobs_survive_preemption():
     requests = [(p, dataclasses.replace(GREEDY, prompt_logprobs=0, max_tokens=12)) for p in prompts_of(15, 14)]
     engine = make_engine(block_size=2, num_blocks=16, max_num_batched_tokens=4, prefix_cache="none")
     tight = run(engine, requests)
@@ -711,7 +711,7 @@ def test_F24_prompt_logprobs_survive_preemption():
             assert x.logprob == pytest.approx(y.logprob, abs=1e-4)
 
 
-def test_F23_scoring_a_prompt_without_an_answer():
+def test_scoring_a_prompt_without_an_answer():
     request = dataclasses.replace(GREEDY, max_tokens=0, prompt_logprobs=1)
     (output,) = run(make_engine(), [(prompts_of(9)[0], request)])
     assert len(output.prompt_logprobs) == 9 and output.outputs[0].token_ids == []
@@ -720,7 +720,7 @@ def test_F23_scoring_a_prompt_without_an_answer():
 
 @pytest.mark.parametrize("width", [{}, {"n": 2, "temperature": 1, "seed": 1}])
 @pytest.mark.parametrize("length", [1, 4, 15, 16])
-def test_F26_no_limit_of_its_own_reaches_as_far_as_the_memory(length, width):
+def test_no_limit_of_its_own_reaches_as_far_as_the_memory(length, width):
     engine = make_engine(block_size=4, num_blocks=4)  # 16 tokens, and a context of 64
     params = dataclasses.replace(GREEDY, max_tokens=None, **width)
     request = engine.add(list(range(5, 5 + length)), params)
@@ -733,7 +733,7 @@ def test_F26_no_limit_of_its_own_reaches_as_far_as_the_memory(length, width):
             engine.add(prompt, dataclasses.replace(params, max_tokens=limit))
 
 
-def test_F25_F26_prompt_length_limits():
+def test_F26_prompt_length_limits():
     engine = make_engine()
     with pytest.raises(ValueError, match="empty"):
         engine.add([], GREEDY)
@@ -750,7 +750,7 @@ def test_F25_F26_prompt_length_limits():
 
 
 @pytest.mark.parametrize("bad", ({"logit_bias": {"999999": 5}}, {"stop_token_ids": [320]}))
-def test_F32_ids_beyond_the_vocabulary_are_refused_before_scheduling(bad):
+def test_ids_beyond_the_vocabulary_are_refused_before_scheduling(bad):
     engine = make_engine()
     with pytest.raises(ValueError, match="vocabulary"):
         engine.add([5, 6], dataclasses.replace(GREEDY, **bad))
@@ -763,7 +763,7 @@ def forcing(token: int, **fields) -> SamplingParams:
     return SamplingParams(temperature=0, logit_bias={token: 100}, **({"max_tokens": 8} | fields))
 
 
-def test_F15_min_tokens_holds_back_every_eos():
+def test_min_tokens_holds_back_every_eos():
     eos = world()[0].config.eos_token_ids[0]
     (output,) = run(make_engine(), [([5, 6], forcing(eos, min_tokens=4))])
     ids = output.outputs[0].token_ids
@@ -774,7 +774,7 @@ def test_F15_min_tokens_holds_back_every_eos():
     assert output.outputs[0].text == "aaaaa" and len(output.outputs[0].token_ids) == 6
 
 
-def test_F16_every_eos_stops_and_ignore_eos_disables_all():
+def test_every_eos_stops_and_ignore_eos_disables_all():
     engine = make_engine()
     for eos in engine.eos_token_ids:
         (output,) = run(make_engine(), [([5, 6], forcing(eos))])
@@ -783,13 +783,13 @@ def test_F16_every_eos_stops_and_ignore_eos_disables_all():
         assert output.outputs[0].token_ids == [eos] * 8 and output.outputs[0].finish_reason == "length"
 
 
-def test_F28_eos_exactly_at_max_tokens_is_a_stop():
+def test_eos_exactly_at_max_tokens_is_a_stop():
     eos = world()[0].config.eos_token_ids[0]
     (output,) = run(make_engine(), [([5, 6], forcing(eos, max_tokens=1))])
     assert output.outputs[0].finish_reason == "stop"
 
 
-def test_F13_no_piece_of_a_stop_string_is_streamed():
+def test_no_piece_of_a_stop_string_is_streamed():
     engine, tokenizer = make_engine(), world()[3]
     letters = [tokenizer.encode(c, add_special_tokens=False)[0] for c in "ABCDEF"]
     script = iter(letters)
@@ -834,7 +834,7 @@ def test_llm_over_a_gguf_file(tmp_path):
     assert llms[0].stats()["live"] == 0
 
 
-def test_F04_padded_vocabulary_id_decodes_to_nothing(tmp_path):
+def test_padded_vocabulary_id_decodes_to_nothing(tmp_path):
     folder = tiny.hf_folder(tmp_path / "m", "llama", vocab_size=384)
     llm = generate.LLM(str(folder), kernels="reference", num_blocks=20)
     for logprobs in (None, 2):

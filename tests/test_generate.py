@@ -41,21 +41,21 @@ def llm(folder) -> LLM:
         {"model": None},
     ],
 )
-def test_F64_arguments_of_a_wrong_type_are_refused_by_name(folder, argument):
+def test_arguments_of_a_wrong_type_are_refused_by_name(folder, argument):
     ((name, value),) = argument.items()
     with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}: must be")):
         LLM(**({"model": folder} | argument))
 
 
 @pytest.mark.parametrize("prompts", [b"the cat", None, 5, {"prompt": "x"}, [b"the"], [None], [5.0], ["a", 3]])
-def test_F25_what_is_no_prompt_is_refused(llm, prompts):
+def test_what_is_no_prompt_is_refused(llm, prompts):
     with pytest.raises(ValueError, match="prompt"):
         llm.generate(prompts, ONE)
     assert llm.stats()["live"] == 0 and not llm.engine.requests
 
 
 @pytest.mark.parametrize("prompts", ["", [""], [[]], ["the cat", ""]])
-def test_F25_an_empty_prompt_fails_the_call_and_nothing_stays(llm, prompts):
+def test_an_empty_prompt_fails_the_call_and_nothing_stays(llm, prompts):
     with pytest.raises(ValueError, match="prompt is empty"):
         llm.generate(prompts, ONE)
     assert llm.stats()["live"] == 0 and not llm.engine.requests
@@ -96,7 +96,7 @@ def test_streams_that_are_open_at_once_lose_nothing_to_each_other_or_to_other_ca
 
 
 @pytest.mark.parametrize("params", [{}, 0, False, ""])
-def test_F64_only_a_missing_params_is_the_default(llm, params):
+def test_only_a_missing_params_is_the_default(llm, params):
     for call in (llm.generate, llm.chat, lambda *given: next(llm.stream(*given))):
         prompt = [{"role": "user", "content": "the cat"}] if call == llm.chat else "the cat"
         with pytest.raises(ValueError, match="must be SamplingParams"):
@@ -104,7 +104,7 @@ def test_F64_only_a_missing_params_is_the_default(llm, params):
 
 
 @pytest.mark.parametrize("option", [{"priority": "high"}, {"priority": None}, {"priority": True}, {"namespace": [1]}])
-def test_F32_options_that_cannot_be_ordered_or_looked_up_harm_nobody(folder, option):
+def test_options_that_cannot_be_ordered_or_looked_up_harm_nobody(folder, option):
     llm = LLM(folder, kernels="reference", num_blocks=40, policy="priority", max_num_seqs=1)
     others = [llm.add([3, 4, 5], ONE, priority=priority) for priority in (2, -1)]
     ((name, _),) = option.items()
