@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 import torch
 
 import kernels
+from benchmarks.past import BATCHINGS, RESERVES, scheduler_class
 from checkpoint import open_checkpoint
 from compiled import GPU_BUCKETS, CapturedRunner, CompiledRunner, ModelRunner, cuda_capture, tape_capture
 from drafting.budget import Speculator, StepCost
@@ -51,12 +52,11 @@ from kv_paged import (
 )
 from model import Transformer, padding_batch
 from overlap import OverlapEngine
-from policies import POLICIES
 from quantize import set_activations
 from radix import PREFIX_CACHES
 from request import Delta, Request, RequestOutput
 from sampling import SamplerState, SamplingParams, sample
-from scheduler import BATCHINGS, PREEMPTIONS, RESERVES, Scheduler
+from scheduler import POLICIES, PREEMPTIONS
 from serving import terminal
 from tokenizer import Tokenizer
 
@@ -282,8 +282,8 @@ class LLM:
         pool = BlockPool(self.kv.num_blocks, options.block_size)
         cache = None if options.prefix_cache == "none" else PREFIX_CACHES[options.prefix_cache](pool)
         limits = (options.max_num_seqs, options.max_num_batched_tokens, self.max_model_len)
-        rules = (options.policy, options.preemption, options.chunked, options.batching, options.reserve)
-        scheduler = Scheduler(pool, cache, *limits, *rules)
+        rules = (options.policy, options.preemption, options.chunked)
+        scheduler = scheduler_class(options.batching, options.reserve)(pool, cache, *limits, *rules)
         if not options.quiet:
             warn(describe_capacity(pool, self.max_model_len, self.kv.nbytes // self.kv.num_blocks))
         return scheduler

@@ -1,33 +1,24 @@
 """Paged KV memory: fixed-size blocks, block tables, reference counts, copy-on-write, swap.
 
-Problem. Every token of a running request keeps one key and one value per layer and head. Nobody knows beforehand how
-long an answer gets, so an engine that gives each request one contiguous slab must reserve for the longest answer it
+Problem. Every token of a running request keeps one key and one value per layer and head, and nobody knows beforehand
+how long an answer gets. An engine that gives each request one contiguous slab must reserve for the longest answer it
 allows, and most of the slab stays empty while other requests wait for memory.
 
-Idea. Do what an operating system does: cut memory into blocks of `block_size` tokens, hand blocks out one by one as a
-sequence grows, and let a small list, the block table, say where each part of the sequence lies. At most one partly
-filled block per sequence is wasted. Because the table is a level of indirection, two sequences may point at the same
-block: a reference count says how many do, and whoever wants to write into a shared block takes a copy first.
+Idea. As an operating system does: cut memory into blocks of `block_size` tokens, hand them out one by one as a sequence
+grows, and let a list, the block table, say where each part of it lies. At most one partly filled block per sequence is
+wasted. Two tables may name the same block: a reference count says how many do, and a shared block is copied before it
+is written.
 
-    sequence A  tokens  the cat sat on | the mat          block_table [3, 1]
-    sequence B  (fork)  the cat sat on | the sofa         block_table [3, 4]
-
-    block       0        1        2        3        4        5
-              +--------+--------+--------+--------+--------+--------+
-              | (pad)  | the mat|  free  |the cat |the sofa|  free  |
-              |        |        |        |sat on  |        |        |
-              +--------+--------+--------+--------+--------+--------+
-    references           1                 2        1
+    sequence A  tokens  the cat sat on | the mat      block_table [3, 1]     block       1       2       3       4
+    sequence B  (fork)  the cat sat on | the sofa     block_table [3, 4]     references  1     free      2       1
 
     slot of token position p  =  block_table[p // block_size] * block_size + p % block_size
 
 Block 0 is never handed out: rows of a batch that are only padding write there, so they cannot touch live state.
 
 Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (SOSP 2023),
-sections 4.1 to 4.4 (blocks, tables, sharing, copy-on-write) and 4.5 (swapping).
-
-Left out: who gets blocks and when (scheduler.py), which blocks outlive their sequence (radix.py), attention over
-blocks (kernels.py), blocks of unequal size, and KV in fewer bits than the model's own type.
+sections 4.1 to 4.4 (blocks, tables, sharing, copy-on-write) and 4.5 (swapping). Left out: who gets blocks and when
+(scheduler.py), which blocks outlive their sequence (radix.py), blocks of unequal size, KV in fewer bits.
 """
 
 from __future__ import annotations
@@ -79,9 +70,6 @@ class BlockPool:
         """Blocks that can ever be handed out (block 0 is not among them)."""
         return self.num_blocks - 1
 
-    def ref_count(self, block: int) -> int:
-        return self.refs[block]
-
     def allocate(self, n: int) -> list[int]:
         """Take `n` free blocks, in any physical order, each with one owner. Short: OutOfBlocks, and none is taken."""
         if n > len(self._free):
@@ -94,26 +82,6 @@ class BlockPool:
         for block in taken:
             self.refs[block] = 1
         return taken
-
-    def allocate_run(self, n: int) -> list[int]:
-        """Take `n` physically adjacent blocks, first fit: the world before paging, kept so that its waste can be seen.
-
-        Raises OutOfBlocks if no gap is long enough, even where the free blocks together would be: external
-        fragmentation. Linear in the pool, unlike `allocate`.
-        """
-        start = length = 0
-        for block in range(1, self.num_blocks):
-            length = length + 1 if self.refs[block] == 0 else 0
-            if length == n:
-                start = block - n + 1
-                break
-        else:
-            raise OutOfBlocks(f"no run of {n} adjacent blocks among the {len(self._free)} free ones")
-        run = list(range(start, start + n))
-        for block in run:
-            self.refs[block] = 1
-        self._free = [block for block in self._free if not start <= block < start + n]
-        return run
 
     def share(self, blocks: Iterable[int]) -> None:
         """One more owner for each block."""
@@ -132,6 +100,142 @@ class BlockPool:
             refs[block] -= 1
             if refs[block] == 0:
                 free.append(block)
+
+
+class BlockTables:
+    """Which blocks each sequence holds. Every change of a block table goes through here and keeps this true:
+
+        tokens        | 0 .. 15 | 16 .. 31 | 32 .. 40        block_size 16, num_computed 41
+        block_table   |    7    |    3     |    9
+        owners        | seq+cache  seq+cache  seq only       the cache stands at depth 2 = seq.handle.depth
+                                                ^ written next: must have one owner, else a copy is made first
+
+    The table covers the computed tokens and, between schedule() and computed(), those of the step. Its first
+    seq.handle.depth blocks are the prefix cache's own, and the sequence holds the lock on that path: a block of the
+    cache is locked exactly when a sequence holds it. free + cached + live == total, where the cache alone owns the
+    cached ones. `cache` is a radix.RadixCache or None, `seq` a scheduler.Sequence.
+    """
+
+    def __init__(self, pool: BlockPool, cache):
+        self.pool, self.cache, self.block_size = pool, cache, pool.block_size
+
+    @property
+    def cached(self) -> int:
+        """Blocks that only the prefix cache owns: evicting makes them free."""
+        return self.cache.num_evictable if self.cache is not None else 0
+
+    @property
+    def available(self) -> int:
+        return self.pool.num_free + self.cached
+
+    def find(self, seq):
+        """The cached prefix (radix.Match) that a waiting sequence can start from, leaving a token to compute."""
+        if self.cache is None:
+            return None
+        limit = len(seq.tokens) - 1 if seq.read_cache and seq.state != "swapped" else 0
+        return self.cache.match(seq.tokens, seq.namespace, limit)
+
+    def start(self, seq, match, n_tokens: int, reserve: int = 0) -> bool:
+        """Blocks for the first n_tokens of a sequence, the matched ones first.
+
+        False, with nothing taken, unless there is room for all its known tokens and `reserve` blocks more.
+        """
+        shared = match.blocks if match else []
+        if match:
+            self.cache.lock(match.handle)  # before it counts: what it stands on cannot be evicted for the rest
+        if blocks_needed(len(seq.tokens), self.block_size) - len(shared) + reserve > self.available:
+            if match:
+                self.cache.unlock(match.handle)
+            return False
+        self.pool.share(shared)
+        seq.block_table = shared + self._allocate(blocks_needed(n_tokens, self.block_size) - len(shared))
+        seq.handle = match.handle if match else None
+        return True
+
+    def room(self, seq) -> int:
+        """Tokens the sequence could write now: in what it holds and in what free or evictable blocks would add."""
+        blocks = self.available - len(self._shared(seq))
+        return (len(seq.block_table) + blocks) * self.block_size - seq.num_computed if blocks >= 0 else 0
+
+    def extend(self, seq, n: int) -> list[tuple[int, int]]:
+        """Own the blocks for n more tokens. Returns the copies (source, target) to make before anything is written."""
+        table, copies = seq.block_table, []
+        for i in self._shared(seq):
+            (own,) = self._allocate(1)
+            copies.append((table[i], own))
+            if self.cache is not None and seq.handle.depth > i:
+                seq.handle = self.cache.retreat(seq.handle, i)
+            self.pool.release([table[i]])
+            table[i] = own
+        table += self._allocate(blocks_needed(seq.num_computed + n, self.block_size) - len(table))
+        return copies
+
+    def cut(self, seq) -> None:
+        """After num_computed went down: release the blocks that hold nothing any more, stand no deeper in the cache."""
+        keep, full = blocks_needed(seq.num_computed, self.block_size), seq.num_computed // self.block_size
+        self.pool.release(seq.block_table[keep:])
+        del seq.block_table[keep:]
+        if self.cache is not None and seq.handle.depth > full:
+            seq.handle = self.cache.retreat(seq.handle, keep)
+            if keep > full:  # the last block is cached and will be written: take it back, or extend() copies it
+                seq.handle = self.cache.withdraw(seq.handle) or seq.handle
+
+    def fork(self, seq, child) -> None:
+        """The child names the same blocks and becomes their owner too."""
+        self.offer(seq)  # now, so that both stand on what it fills: offered later by one, it would seem evictable
+        child.num_computed, child.block_table, child.handle = seq.num_computed, list(seq.block_table), seq.handle
+        self.pool.share(child.block_table)
+        if self.cache is not None:
+            self.cache.lock(child.handle)
+
+    def offer(self, seq) -> None:
+        """Give the cache the full computed blocks it does not have yet; where it has equal ones, use those instead."""
+        if self.cache is None:
+            return
+        full, known = seq.num_computed // self.block_size, seq.handle.depth
+        if full <= known:
+            return
+        match = self.cache.insert(seq.tokens, seq.block_table[:full], seq.handle)
+        seq.handle = match.handle
+        own = seq.block_table[known:full]
+        if match.blocks != own:
+            self.pool.share(match.blocks)
+            self.pool.release(own)
+            seq.block_table[known:full] = match.blocks
+
+    def release(self, seq, keep: bool = True) -> None:
+        """Let go of all blocks of a sequence; with `keep` the cache is offered the full ones."""
+        if keep:
+            self.offer(seq)
+        if self.cache is not None:
+            self.cache.unlock(seq.handle)
+            seq.handle = None
+        self.pool.release(seq.block_table)
+        seq.block_table = []
+
+    def _shared(self, seq) -> list[int]:
+        """Indices in the block table that will be written but have other owners too."""
+        first, table, refs = seq.num_computed // self.block_size, seq.block_table, self.pool.refs
+        return [i for i in range(first, len(table)) if refs[table[i]] > 1]
+
+    def _allocate(self, n: int) -> list[int]:
+        if self.cache is not None and n > self.pool.num_free:
+            self.cache.evict(n - self.pool.num_free)
+        return self.pool.allocate(n)
+
+    def balance(self, running) -> dict[str, int]:
+        """free, cached, live and total in blocks, free + cached + live == total; kv_tokens: tokens in live blocks."""
+        size, partial = self.block_size, {}  # partial: block that may not be full -> its index in the tables
+        for seq in running:
+            first = max(seq.num_computed // size, seq.handle.depth if seq.handle else 0)
+            partial |= {seq.block_table[i]: i for i in range(first, len(seq.block_table))}
+        empty = 0
+        for block, i in partial.items():
+            owners = [seq for seq in running if seq.block_table[i : i + 1] == [block]]
+            empty += size - min(size, max(0, max(seq.num_computed for seq in owners) - i * size))
+        free, cached, total = self.pool.num_free, self.cached, self.pool.total
+        live = total - free - cached
+        return {"free": free, "cached": cached, "live": live, "total": total, "kv_tokens": live * size - empty}
 
 
 class KVCache:
@@ -196,13 +300,10 @@ class KVCache:
 
     def swap_in(self, handle: torch.Tensor, blocks: Sequence[int]) -> None:
         """Write the first len(blocks) blocks of a host copy back, to wherever the sequence now lives."""
-        if len(blocks) > handle.shape[2]:
-            raise ValueError(f"{len(blocks)} blocks to swap in, but the host copy holds {handle.shape[2]}")
-        if blocks:
-            self.data[:, :, list(blocks)] = handle[:, :, : len(blocks)].to(self.data.device)
+        self.data[:, :, list(blocks)] = handle[:, :, : len(blocks)].to(self.data.device)
 
 
-# ---- sizing: from bytes to blocks ------------------------------------------------------------------------------
+# ---- sizing: from bytes to blocks
 
 
 def block_bytes(num_layers: int, block_size: int, kv_heads: int, head_dim: int, itemsize: int) -> int:

@@ -5,31 +5,15 @@ later. Their K and V at those positions are the same numbers, because attention 
 is most of the time to the first token.
 
 Idea. When a sequence leaves, its full blocks stay in the pool, owned by a tree whose edges are runs of tokens. A new
-prompt walks down from the root as far as its tokens agree and takes over the blocks it passes.
+prompt walks down from the root as far as its tokens agree and takes over the blocks it passes. A sequence locks the
+path from its node up to the root, so only the unlocked leaves may be evicted, least recently used first.
 
     root ──[You are a helpful bot .]──┬──[Hi !]            unlocked leaf: may be evicted
             blocks 3 9   locks 2      ├──[What is | 2+2 ?]  locks 1: a running sequence stands here
                                       └──[Tell me | a joke] locks 1
 
-Rules that keep it right
-- Runs are whole blocks. A block enters when it is full and is never written again; whoever must write into it copies
-  it first (its reference count is above 1).
-- The cache is one owner of each block it holds (BlockPool.share), a sequence that uses the block is another.
-- A sequence locks the path it stands on, from its node up to the root. Locked nodes stay, so "unlocked" and "the
-  cache is the only owner" are the same thing, and `num_evictable` is a counter, not a search.
-- Eviction takes unlocked leaves, least recently used first, from the end of the run. A node goes before its parent
-  and its key goes with it: nothing can point at a block that has been handed to somebody else.
-- A hit needs equal tokens after an equal prefix in the same namespace. Hashes only find candidates. A namespace is
-  any hashable value; adapters and salts must be told apart by type, e.g. ("lora", "x") and ("salt", "x").
-
-`RadixCache` holds a run of any length in one node and splits it where prompts part. `HashCache` is the older idea
-behind the same interface: every node is one block, found in one flat table by a hash of its tokens and its parent's
-hash. It walks a prompt block by block where the tree walks it run by run.
-
 Sources: Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs" (NeurIPS 2024), section 3
-(radix tree, LRU leaves, cache-aware order); the block-hash scheme is the automatic prefix caching of vLLM (design
-document of that name).
-
+(radix tree, LRU leaves, cache-aware order); `HashCache` is the automatic prefix caching of vLLM (its design document).
 Left out: sharing inside a block (a partial match is cut to whole blocks), caches on disk or on other hosts, and
 choosing what to keep by anything but recency.
 """
@@ -52,7 +36,7 @@ class Node:
     def __init__(self, parent: Node | None, tokens: list[int], blocks: list[int], number: int, key: Hashable = None):
         self.parent = parent
         self.children: dict[Hashable, Node] = {}
-        self.tokens, self.blocks = tokens, blocks  # len(tokens) == len(blocks) * block_size
+        self.tokens, self.blocks = tokens, blocks  # whole blocks: len(tokens) == len(blocks) * block_size
         self.depth = (parent.depth if parent else 0) + len(blocks)  # blocks from the root to the end of this run
         self.locks = 0
         self.last_used = 0
@@ -62,10 +46,7 @@ class Node:
 
 
 class Match(NamedTuple):
-    """blocks: the cached blocks found, n_tokens: how many tokens they hold, handle: the node they end at.
-
-    The handle is valid until the next call that changes the cache, unless it is locked first.
-    """
+    """Cached blocks, the tokens they hold, and the node they end at: valid until the cache changes, unless locked."""
 
     blocks: list[int]
     n_tokens: int
@@ -73,7 +54,12 @@ class Match(NamedTuple):
 
 
 class RadixCache:
-    """The tree. Token ids are compared in full; a dictionary of first blocks finds the child in one look."""
+    """The tree. A hit needs equal tokens after an equal prefix in the same namespace: any hashable value, but adapters
+    and salts must be told apart by type, e.g. ("lora", "x") and ("salt", "x").
+
+    The cache is one owner of each block it holds (BlockPool.share), a sequence that uses the block is another. A block
+    enters when it is full and is never written again: who must write into it copies it first.
+    """
 
     max_run: int | None = None  # blocks per node, None: as long as the run lasts
 
@@ -81,7 +67,7 @@ class RadixCache:
         self.pool, self.block_size = pool, pool.block_size
         self.roots: dict[Hashable, Node] = {}  # one per namespace in use
         self.num_blocks = 0  # blocks held
-        self.num_evictable = 0  # blocks held that no sequence uses
+        self.num_evictable = 0  # blocks held that no sequence uses: those of unlocked nodes, counted as they change
         self.evicted = 0  # blocks evicted so far
         self._queue: list[tuple[int, int, Node]] = []  # heap of (last_used, number, leaf); at most one entry per node
         self._clock, self._numbers = count(1), count(1)
@@ -89,10 +75,7 @@ class RadixCache:
     # ---- finding
 
     def match(self, tokens: list[int], namespace: Hashable = None, limit: int | None = None) -> Match:
-        """The longest cached prefix of tokens[:limit], in whole blocks. Splits a run so that the match ends at a node.
-
-        Lock the handle before doing anything else with the cache.
-        """
+        """The longest cached prefix of tokens[:limit], in whole blocks. Splits a run so that it ends at a node."""
         node, now, blocks = self._root(namespace), next(self._clock), []
         end = (len(tokens) if limit is None else min(limit, len(tokens))) // self.block_size
         while node.depth < end and (child := self._child(node, tokens)) is not None:
@@ -137,6 +120,44 @@ class RadixCache:
         while node is not None:
             node = self._unlock_one(node)
 
+    def insert(self, tokens: list[int], blocks: list[int], handle: Node) -> Match:
+        """Keep `blocks`, which hold the first len(blocks) * block_size of `tokens` (all full, all computed).
+
+        The handle, locked by the caller, is the end of what the cache already has of this sequence; the lock moves down
+        to the handle that is returned, with the blocks the cache holds from the old one on: where it had these tokens
+        already they are its own and not the caller's, who should use them and release the copies.
+        """
+        node, now, held = handle, next(self._clock), []
+        while node.depth < len(blocks):
+            child = self._child(node, tokens)
+            if child is None:
+                run = blocks[node.depth :][: self.max_run]
+                node = self._append(node, tokens, run)
+            else:
+                same = self._common(child, tokens, len(blocks))
+                node = child if same == len(child.blocks) else self._split(child, same)
+                run = node.blocks
+                self._lock_one(node)
+            node.last_used = now
+            held += run
+        return Match(held, len(held) * self.block_size, node)
+
+    def _append(self, node: Node, tokens: list[int], run: list[int]) -> Node:
+        """A new run below `node`; a leaf that only the caller stands on simply grows, so decoding makes no chains."""
+        self.pool.share(run)
+        self.num_blocks += len(run)
+        start = node.depth * self.block_size
+        new = tokens[start : start + len(run) * self.block_size]
+        if self.max_run is None and node.parent is not None and not node.children and node.locks == 1:
+            node.tokens += new
+            node.blocks += run
+            node.depth += len(run)
+            return node
+        child = Node(node, new, list(run), next(self._numbers))
+        child.locks = 1
+        self._attach(child)
+        return child
+
     def retreat(self, handle: Node, depth: int) -> Node:
         """Move a lock up its path to where `depth` blocks lie above; returns that node, the caller's new handle."""
         node = handle
@@ -155,59 +176,7 @@ class RadixCache:
         """
         if handle.children or handle.locks != 1 or not handle.blocks:
             return None
-        self.pool.release([handle.blocks.pop()])
-        del handle.tokens[-self.block_size :]
-        handle.depth -= 1
-        self.num_blocks -= 1
-        return self._drop(handle) if not handle.blocks else handle
-
-    def insert(
-        self, tokens: list[int], blocks: list[int], namespace: Hashable = None, handle: Node | None = None
-    ) -> Match:
-        """Keep `blocks`, which hold the first len(blocks) * block_size of `tokens` (all full, all computed).
-
-        With a handle (locked by the caller, the end of what the cache already has of this sequence) the walk starts
-        there and the caller's lock moves down with it. Returns the blocks the cache holds from that point on: where
-        it already had these tokens they are its own and not the caller's, who should use them and release the copies.
-        """
-        node, now, kept = handle or self._root(namespace), next(self._clock), []
-        end = len(blocks)
-        while node.depth < end:
-            child = self._child(node, tokens)
-            if child is not None:
-                same = self._common(child, tokens, end)
-                child = child if same == len(child.blocks) else self._split(child, same)
-                kept += child.blocks
-                if handle is not None:
-                    self._lock_one(child)
-            else:
-                run = blocks[node.depth : end if self.max_run is None else min(end, node.depth + self.max_run)]
-                kept += run
-                child = self._append(node, tokens, run, handle is not None)
-            node = child
-            node.last_used = now
-            self._offer(node)
-        return Match(kept, len(kept) * self.block_size, node)
-
-    def _append(self, node: Node, tokens: list[int], run: list[int], locked: bool) -> Node:
-        """A new run below `node`; a leaf that only the caller stands on simply grows, so decoding makes no chains."""
-        self.pool.share(run)
-        self.num_blocks += len(run)
-        start = node.depth * self.block_size
-        new = tokens[start : start + len(run) * self.block_size]
-        if self.max_run is None and node.parent is not None and not node.children and node.locks == int(locked):
-            node.tokens += new
-            node.blocks += run
-            node.depth += len(run)
-        else:
-            if node.parent is None:
-                self.roots[node.key] = node
-            node = Node(node, new, list(run), next(self._numbers))
-            node.locks = int(locked)
-            self._attach(node)
-        if not locked:
-            self.num_evictable += len(run)
-        return node
+        return self._shorten(handle, 1)
 
     # ---- forgetting
 
@@ -217,33 +186,24 @@ class RadixCache:
         while freed < n_blocks and self._queue:
             stamp, _, node = heapq.heappop(self._queue)
             node.queued = False
-            if node.locks or node.children or not node.blocks:
-                continue  # used again, or no longer a leaf: unlock() or the last child's eviction offers it anew
-            if stamp != node.last_used:
-                self._offer(node)  # used since it was queued: back in at its true age
-                continue
-            freed += self._trim(node, n_blocks - freed)
+            if stamp == node.last_used:
+                n = min(len(node.blocks), n_blocks - freed)
+                freed += n
+                self.num_evictable -= n
+                node = self._shorten(node, n)
+            self._offer(node)  # used since it was queued: it may be locked or have children by now
         self.evicted += freed
         return freed
 
-    def _trim(self, leaf: Node, n: int) -> int:
-        """Free the last n blocks of an unlocked leaf; an emptied leaf leaves the tree and uncovers its parent."""
-        n = min(n, len(leaf.blocks))
+    def _shorten(self, leaf: Node, n: int) -> Node:
+        """Give up the last n blocks, so that no block below one that was freed stays. Returns what is the leaf now."""
         self.pool.release(leaf.blocks[-n:])
         self.num_blocks -= n
-        self.num_evictable -= n
-        if n == len(leaf.blocks):
-            self._offer(self._drop(leaf))
-        else:
-            del leaf.blocks[-n:], leaf.tokens[-n * self.block_size :]
-            leaf.depth -= n
-            self._offer(leaf)
-        return n
-
-    def _drop(self, leaf: Node) -> Node:
-        """Take an emptied leaf out of the tree; returns its parent."""
+        leaf.depth -= n
+        del leaf.blocks[-n:], leaf.tokens[-n * self.block_size :]
+        if leaf.blocks:
+            return leaf
         self._detach(leaf)
-        leaf.blocks, leaf.tokens = [], []
         return leaf.parent
 
     def _offer(self, node: Node) -> None:
@@ -253,7 +213,7 @@ class RadixCache:
         if node.parent is None:
             if self.roots.get(node.key) is node:
                 del self.roots[node.key]
-        elif node.blocks and not node.queued:
+        elif not node.queued:
             node.queued = True
             heapq.heappush(self._queue, (node.last_used, node.number, node))
 

@@ -1,73 +1,204 @@
-"""Scheduling: which sequences get how many tokens this step.
+"""Scheduling: which sequences compute how many tokens this step.
 
-Problem. Requests arrive at any time, are of any length and end when they like, but the model runs best over many
-tokens at once and memory holds only so many of them. A batch fixed at the start leaves seats empty while its longest
-member finishes.
+Problem. Requests arrive at any time, have any length and end when they like, but the model runs best over many tokens
+at once and memory holds only so many of them. A batch that is fixed at the start leaves batch slots empty while its
+longest member finishes.
 
-Idea. Decide anew before every step. A sequence is its tokens and `num_computed`, how many of them have K and V in the
-pool; a step is a list of (sequence, n): compute n more. Prefill, decode, a chunk, a resumed request and the check of
-guessed tokens differ only in n, so one token budget can be filled from all of them:
+Idea. Decide anew before every step. A `Sequence` is its tokens and `num_computed`, how many of them have K and V in the
+pool; a `Step` is a list of (sequence, n): compute n more. Whatever happened to a sequence, it only has to catch up:
 
-    budget 16   | A 1 | B 1 | C 1 |  D, chunk 9 of 40  |  E, new, 4   |
-                 decodes first      prompts under way    then waiting
+    tokens      [ p0 p1 p2 p3 p4 p5 p6 p7 | o0 o1 o2 ]      num_prompt 8, num_computed 10: n = 1, a decode
+    preempted     nothing is in the pool any more           num_computed 0: n = 11, and nothing else changes
 
-                     admitted                     finish, abort
-      add ─► waiting ─────────► running ───────────────────────► finished
-                ▲                 │ out of blocks: the youngest leaves
-                └─────────────────┘ recompute: blocks released, num_computed = 0, tokens kept
-                                    swap: blocks copied to the host, num_computed kept, state "swapped"
-
-Rules
-- Running sequences are ranked (oldest first, or by priority). Who needs a block takes a free one, then an unused one
-  of the prefix cache, then makes the lowest-ranked sequence not yet in this step leave. A sequence never makes a
-  better-ranked one leave; it waits its turn with its blocks. The best-ranked one therefore always gets on, so all do.
-- A caught-up sequence without a new token is idle and keeps its blocks (a beam waits for the others of its search).
-  If nobody else can go on, the lowest-ranked leaves until somebody can.
-- add() refuses what could not finish alone in the empty pool. A prompt must leave room for one token: num_prompt
-  below max_model_len. Its last token is never computed, so length L needs L - 1 slots.
-- Admission is in order and waits for room for all known tokens and a small reserve, so that a newcomer is not thrown
-  out at once. There is budget for a newcomer only after the prompts under way had theirs, so their blocks need no
-  count of their own. After a preemption nobody is admitted in that step.
-- Who was preempted goes to the head of the queue. A fork that finds no seat starts as if preempted.
-- Blocks are offered to the cache when the next step is planned, or when the sequence leaves: rejected guesses are
-  gone by then. A block somebody else can read is never written: Step.copies says which copies to make first.
-
-The engine's part of a step, in this order: swap_out, copies, swap_in, run, computed(step), then per sequence append
-tokens, truncate, fork, finish. If it raises: fail(step). A step cannot be run twice.
-
-Cost. A step costs time in proportion to the running sequences and the blocks that fill, not to the queue: waiting
-sequences lie in a heap, and a policy that must compare them (lpm) looks at the LPM_WINDOW oldest only.
+    budget 16   | A 1 | B 1 | C 1 |  D, chunk 9 of 40  |  E, new, 4  |
+                  decodes first      prompts under way    then waiting
 
 Sources: Yu et al., "Orca" (OSDI 2022), section 3 (iteration-level scheduling); Kwon et al., "PagedAttention" (SOSP
 2023), section 4.5 (preemption); Agrawal et al., "Sarathi-Serve" (OSDI 2024), section 4 (chunks in one token budget);
-Zheng et al., "SGLang" (NeurIPS 2024), section 3 (longest prefix first).
-
-Left out: preempting a running sequence for a better waiting one, packing around a request that does not fit yet,
-fairness between users, and deadlines.
+Zheng et al., "SGLang" (NeurIPS 2024), section 3 (longest prefix first). Left out: preempting a running sequence for a
+better waiting one, packing around a request that does not fit yet, fairness between users, deadlines.
 """
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Hashable
+import runpy
+from bisect import bisect_left, insort
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any, NamedTuple
 
-from block_tables import BlockTables
-from kv_paged import BlockPool, blocks_needed
-from policies import POLICIES, Waiting
-from radix import RadixCache
-from sequence import RequestTooLong, Sequence, Step
+from kv_paged import BlockPool, BlockTables, blocks_needed
+from radix import Node, RadixCache
 
-__all__ = ["RequestTooLong", "Scheduler", "Sequence", "Step"]
+PREEMPTIONS = ("recompute", "swap")
+WATERMARK = 0.01  # share of the pool that an admission leaves free, so that a newcomer is not preempted at once
+LPM_WINDOW = 32  # waiting sequences that lpm compares: comparing all of them every step would cost more than it saves
+LPM_PATIENCE = 16  # times the oldest of them may be passed over: nobody waits for more than 17 for each one before it
 
-PREEMPTIONS, BATCHINGS, RESERVES = ("recompute", "swap"), ("continuous", "static"), ("paged", "contiguous")
+_numbers = count()
+
+
+class RequestTooLong(ValueError):
+    """A request that could never finish with this pool and context length."""
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One stream of tokens: the prompt, then whatever was decided, then `num_draft` tokens that are not decided yet.
+
+    priority: lower goes first (policy "priority"). namespace: what may share cached prefixes, e.g. ("lora", "x").
+    read_cache=False computes every prompt token, for callers that need all their logits. answer: the engine's own.
+    """
+
+    tokens: list[int]
+    max_tokens: int
+    id: Hashable = None  # None: a number of its own
+    priority: int = 0
+    arrival: float = 0.0
+    namespace: Hashable = None
+    read_cache: bool = True
+    answer: Any = None
+
+    def __post_init__(self):
+        self.number = next(_numbers)
+        if self.id is None:
+            self.id = self.number
+        self.num_prompt = len(self.tokens)
+        self.num_computed = 0  # tokens whose K and V are in the pool (or on the host)
+        self.num_draft = 0  # undecided tokens at the end: guesses, or forced tokens that nobody has accepted yet
+        self.num_cached = 0  # prompt tokens that the prefix cache had at the first admission
+        self.block_table: list[int] = []
+        self.handle: Node | None = None  # the node of the prefix cache it stands on, locked while set
+        self.state = "new"  # new, waiting, running, swapped, finished
+        self.host: Any = None  # swapped: the copy of its blocks
+        self.group = self.id  # id of the sequence that this one and its relatives were forked from
+        self.rank: tuple = ()  # (level, arrival, number of the first of its group, number): smaller is better
+        self.step = 0  # the last step it was given tokens in
+        self.started = False  # has been admitted at least once, or was forked from one that has
+        self.preemptions = 0
+        self.lost = 0  # tokens computed before the last preemption by recompute
+        self.passed_over = 0  # by lpm, while it was the oldest
+
+    @property
+    def num_new(self) -> int:
+        """Tokens still to compute."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def output(self) -> list[int]:
+        """The output tokens that are decided."""
+        return self.tokens[self.num_prompt : len(self.tokens) - self.num_draft]
+
+
+@dataclass
+class Step:
+    """What the engine does next, in this order: swap_out, copies, swap_in (KVCache.apply), run, computed(step); then
+    for each sequence append, truncate, fork or finish. If it raises: fail(step). A step cannot be run twice."""
+
+    number: int
+    entries: list[tuple[Sequence, int]] = field(default_factory=list)  # (sequence, tokens to compute)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (source block, target block)
+    swap_out: list[tuple[Sequence, list[int]]] = field(default_factory=list)  # seq.host = copy of these blocks
+    swap_in: list[tuple[Sequence, list[int]]] = field(default_factory=list)  # these blocks = copy of seq.host
+    preempted: list[Sequence] = field(default_factory=list)
+    cached: list[tuple[Sequence, int]] = field(default_factory=list)  # admitted now, tokens of its cached prefix
+    stalled: bool = False  # a running sequence got no block
+    balance: tuple[int, ...] = (0, 0, 0, 0, 0)  # blocks free, cached, total; sequences running, waiting
+    budget: int = 0  # tokens that may still be added
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(n for _, n in self.entries)
+
+    def add(self, seq: Sequence, n: int) -> None:
+        self.entries.append((seq, n))
+        self.budget -= n
+        seq.step = self.number
+
+    def describe(self) -> str:
+        """One line for --trace. To be read before computed()."""
+        out = [f"step {self.number}: {self.num_tokens} tokens"]
+        decodes = [str(s.id) for s, n in self.entries if n == 1 and s.num_computed >= s.num_prompt]
+        if decodes:
+            out.append("decode " + " ".join(decodes))
+        for s, n in self.entries:
+            if not (n == 1 and s.num_computed >= s.num_prompt):
+                kind = "prefill" if s.num_computed < s.num_prompt else "catch up"
+                out.append(f"{kind} {s.id} [{s.num_computed}:{s.num_computed + n}] of {len(s.tokens)}")
+        out += [f"cached {s.id} {n}" for s, n in self.cached if n]
+        out += [f"copy {src}->{dst}" for src, dst in self.copies]
+        out += [f"swap in {s.id}" for s, _ in self.swap_in]
+        out += [f"preempt {s.id} ({'swap' if s.state == 'swapped' else 'recompute'})" for s in self.preempted]
+        out.append("free {} cached {} of {}, running {} waiting {}".format(*self.balance))
+        return " | ".join(out)
+
+
+# ---- who of the waiting goes next
+
+
+class Waiting:
+    """The waiting sequences, the next one last: taking it costs the same with 100,000 behind it as with ten.
+
+    Who has run before goes first, then the better rank.
+    """
+
+    def __init__(self):
+        self._queue: list[tuple[tuple, Sequence]] = []  # sorted
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (seq for _, seq in self._queue)
+
+    def _key(self, seq: Sequence) -> tuple:
+        level, arrival, first, number = seq.rank
+        return (-level, seq.started, -arrival, -first, -number)
+
+    def push(self, seq: Sequence) -> None:
+        insort(self._queue, (self._key(seq), seq))
+
+    def remove(self, seq: Sequence) -> None:
+        del self._queue[bisect_left(self._queue, (self._key(seq),))]
+
+    def first(self, n: int) -> list[Sequence]:
+        """The first n in order."""
+        return [seq for _, seq in self._queue[: -n - 1 : -1]]
+
+
+def in_order(waiting: Waiting, cache: RadixCache | None) -> Sequence:
+    return waiting.first(1)[0]
+
+
+def longest_prefix(waiting: Waiting, cache: RadixCache | None) -> Sequence:
+    """The one with the most cached tokens; the oldest after LPM_PATIENCE others went before it."""
+    (oldest,) = waiting.first(1)
+    if cache is None or oldest.started or oldest.passed_over >= LPM_PATIENCE:
+        return oldest
+    return max(waiting.first(LPM_WINDOW), key=lambda s: cache.cached_length(s.tokens, s.namespace, len(s.tokens) - 1))
+
+
+class Policy(NamedTuple):
+    level: Callable[[Sequence], int]  # sequences are ranked by level, then arrival; the last in rank is preempted first
+    select: Callable[[Waiting, RadixCache | None], Sequence]  # who of the waiting is admitted next
+
+
+POLICIES = {
+    "fcfs": Policy(lambda seq: 0, in_order),
+    "priority": Policy(lambda seq: seq.priority, in_order),
+    "lpm": Policy(lambda seq: 0, longest_prefix),
+}
 
 
 class Scheduler:
     """Owns the sequences, their block tables and the plan of each step. Plain integers; never touches a tensor.
 
-    reserve="contiguous" gives each sequence adjacent blocks for its greatest length at admission, and shares nothing.
-    batching="static" admits nobody until the whole batch has finished. watermark: share of the pool kept free at
-    admission. max_swap_blocks: host blocks for preemption="swap" (None: no limit); past it, recompute.
+                   admitted                     finish, abort
+    add ─► waiting ─────────► running ───────────────────────► finished
+              ▲                 │ out of blocks: the lowest-ranked sequence is preempted
+              └─────────────────┘ recompute: blocks released, num_computed = 0, tokens kept
+                                  swap: blocks copied to the host, num_computed kept, state "swapped"
     """
 
     def __init__(
@@ -80,100 +211,53 @@ class Scheduler:
         policy: str = "fcfs",
         preemption: str = "recompute",
         chunked: bool = True,
-        batching: str = "continuous",
-        reserve: str = "paged",
-        watermark: float = 0.01,
-        max_swap_blocks: int | None = None,
     ):
-        for name, value, allowed in (
-            ("policy", policy, tuple(POLICIES)),
-            ("preemption", preemption, PREEMPTIONS),
-            ("batching", batching, BATCHINGS),
-            ("reserve", reserve, RESERVES),
-        ):
-            if value not in allowed:
-                raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed)}")
-        for name, value, least in (
-            ("max_num_seqs", max_num_seqs, 1),
-            ("max_num_batched_tokens", max_num_batched_tokens, 1),
-            ("max_model_len", max_model_len, 2),
-        ):
-            if value < least:
-                raise ValueError(f"{name}={value}: must be at least {least}")
-        if not 0 <= watermark < 1:
-            raise ValueError(f"watermark={watermark}: must be a share of the pool, at least 0 and below 1")
         if not chunked and max_num_batched_tokens < max_model_len:
             raise ValueError(
                 f"chunked=False computes a prompt in one step, so max_num_batched_tokens={max_num_batched_tokens} must "
                 f"reach max_model_len={max_model_len}; raise the one, lower the other, or turn chunking on"
             )
-        if reserve == "contiguous" and cache is not None:
-            raise ValueError('reserve="contiguous" cannot share blocks; turn the prefix cache off (cache=None)')
-        self.tables = BlockTables(pool, cache, reserve == "contiguous")
+        self.tables = BlockTables(pool, cache)
         self.pool, self.cache, self.block_size = pool, cache, pool.block_size
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_model_len, self.policy = max_model_len, POLICIES[policy]
         self.preemption, self.chunked = preemption, chunked
-        self.static = batching == "static"
-        self.reserve_blocks, self.max_swap_blocks = int(watermark * pool.total), max_swap_blocks
+        self.reserve_blocks = int(WATERMARK * pool.total)
         self.sequences: dict[Hashable, Sequence] = {}  # every sequence not finished
         self.running: list[Sequence] = []  # in order of rank
         self.waiting = Waiting()
         self._filled: list[Sequence] = []  # have full blocks the cache has not been offered
-        self._filling = True  # static batching: the batch still takes sequences
         self.steps = self.preemptions = self.swaps = self.copies = 0
-        self.prompt_tokens = self.hit_tokens = self.recomputed_tokens = self.swapped_blocks = 0
+        self.prompt_tokens = self.hit_tokens = self.recomputed_tokens = 0
 
     # ---- the life of a sequence
 
     def add(self, seq: Sequence) -> None:
-        """Queue a new sequence. Raises RequestTooLong if it could never finish, ValueError if it makes no sense."""
-        if seq.id in self.sequences:
-            raise ValueError(f"sequence id {seq.id!r} is already in use; finish or abort that one first")
-        if seq.state != "new" or not seq.tokens:
-            raise ValueError(
-                f"sequence {seq.id!r} must be new (is {seq.state}) and have a prompt of at least one token"
-            )
-        if seq.max_tokens < 1:
-            raise ValueError(f"max_tokens={seq.max_tokens}: must be at least 1")
+        """Queue a new sequence. Raises RequestTooLong if it could never finish, even alone in the empty pool."""
+        assert seq.state == "new" and seq.id not in self.sequences and seq.tokens and seq.max_tokens >= 1
         if seq.num_prompt >= self.max_model_len:
             raise RequestTooLong(
                 f"prompt of {seq.num_prompt} tokens leaves no room for an answer in a context of max_model_len="
                 f"{self.max_model_len}; at most {self.max_model_len - 1} fit"
             )
-        slots, held = self._slots(seq), self.pool.total * self.block_size
-        if slots > held:
+        slots = min(seq.num_prompt + seq.max_tokens, self.max_model_len) - 1  # its last token is never computed
+        capacity = self.pool.total * self.block_size
+        if slots > capacity:
             raise RequestTooLong(
                 f"prompt of {seq.num_prompt} tokens with max_tokens={seq.max_tokens} needs KV memory for {slots} "
-                f"tokens, but the whole pool holds {held}; lower max_tokens or max_model_len, or raise --kv-memory"
+                f"tokens, but the whole pool holds {capacity}; lower max_tokens or max_model_len, or raise --kv-memory"
             )
         self.sequences[seq.id] = seq
         seq.rank = (self.policy.level(seq), seq.arrival, seq.number, seq.number)
         self._wait(seq)
 
     def finish(self, seq: Sequence) -> None:
-        """The sequence is done: the cache keeps its full blocks, the rest is free. Done already: nothing happens."""
+        """End a sequence: the cache keeps its full blocks, the rest is free. Ended already: nothing happens."""
         self._end(seq, keep=True)
 
-    def abort(self, seq_or_id: Sequence | Hashable) -> None:
-        """End a sequence at any moment, offering nothing more to the cache. Unknown or done: nothing happens."""
-        seq = seq_or_id if isinstance(seq_or_id, Sequence) else self.sequences.get(seq_or_id)
-        if seq is not None:
-            self._end(seq, keep=False)
-
-    def fail(self, step: Step) -> list[Sequence]:
-        """The step raised: end its sequences and return them. What its blocks hold is unknown and is not cached.
-
-        Sequences it was to swap out, but whose copy was never made, start over.
-        """
-        failed = [seq for seq, _ in step.entries if seq.state == "running"]
-        for seq in failed:
-            self._end(seq, keep=False)
-        for seq, _ in step.swap_out:
-            if seq.state == "swapped" and seq.host is None:
-                self._leave_host(seq)
-                seq.state, seq.lost, seq.num_computed = "waiting", seq.num_computed, 0
-        return failed
+    def abort(self, seq: Sequence) -> None:
+        """End a sequence at any moment, offering nothing more to the cache."""
+        self._end(seq, keep=False)
 
     def _end(self, seq: Sequence, keep: bool) -> None:
         if self.sequences.get(seq.id) is not seq:
@@ -184,38 +268,42 @@ class Scheduler:
             self.tables.release(seq, keep)
         else:
             self.waiting.remove(seq)
-            self._leave_host(seq)
         seq.state, seq.host = "finished", None
 
-    def fork(self, seq: Sequence, id: Hashable = None) -> Sequence:
+    def fail(self, step: Step) -> list[Sequence]:
+        """The step raised: end its sequences and return them. What its blocks hold is unknown and is not cached."""
+        failed = [seq for seq, _ in step.entries if seq.state == "running"]
+        for seq in failed:
+            self.abort(seq)
+        for seq, _ in step.swap_out:
+            if seq.state == "swapped" and seq.host is None:  # its copy was never made: it starts over
+                seq.state, seq.lost, seq.num_computed = "waiting", seq.num_computed, 0
+        return failed
+
+    def fork(self, seq: Sequence) -> Sequence:
         """A second sequence with the same tokens, sharing every block until one of the two writes.
 
-        It runs at once if the parent runs and a seat is free; otherwise it waits at the head of the queue and computes
-        its tokens again (or finds them in the prefix cache).
+        It runs at once if the parent runs and a batch slot is free; otherwise it waits at the head of the queue, as if
+        preempted, and computes its tokens again (or takes them from the prefix cache).
         """
-        if self.sequences.get(seq.id) is not seq:
-            raise ValueError(f"sequence {seq.id!r} is not in the scheduler and cannot be forked")
-        if id is not None and id in self.sequences:
-            raise ValueError(f"sequence id {id!r} is already in use; finish or abort that one first")
-        child = Sequence(
-            list(seq.tokens), seq.max_tokens, id, seq.priority, seq.arrival, seq.namespace, seq.read_cache, seq.answer
-        )
-        child.num_prompt, child.group, child.num_cached = seq.num_prompt, seq.group, seq.num_cached
-        child.num_draft = seq.num_draft
-        child.started = child.resumed = seq.started
-        child.rank = (*seq.rank[:3], child.number)
+        child = replace(seq, tokens=list(seq.tokens), id=None)
+        child.num_prompt, child.num_draft, child.num_cached = seq.num_prompt, seq.num_draft, seq.num_cached
+        child.group, child.rank = seq.group, (*seq.rank[:3], child.number)  # relatives are neighbours in rank
+        child.started = seq.started
         self.sequences[child.id] = child
-        if seq.state == "running" and not self.tables.contiguous and len(self.running) < self.max_num_seqs:
+        if self._can_share(seq):
             self.tables.fork(seq, child)
             self._run(child)
         else:
             self._wait(child)
         return child
 
+    def _can_share(self, parent: Sequence) -> bool:
+        return parent.state == "running" and len(self.running) < self.max_num_seqs
+
     def truncate(self, seq: Sequence, n_tokens: int) -> None:
-        """Keep the first n_tokens tokens: take back guesses. Blocks that hold nothing any more are released."""
-        if not 1 <= n_tokens <= len(seq.tokens):
-            raise ValueError(f"cannot keep {n_tokens} of {len(seq.tokens)} tokens of sequence {seq.id!r}")
+        """Keep the first n_tokens tokens: rejects a draft. Blocks that hold nothing any more are released."""
+        assert 1 <= n_tokens <= len(seq.tokens)
         seq.num_draft = max(0, seq.num_draft - (len(seq.tokens) - n_tokens))
         del seq.tokens[n_tokens:]
         if seq.num_computed > n_tokens:
@@ -226,127 +314,138 @@ class Scheduler:
     # ---- planning a step
 
     def schedule(self) -> Step:
-        """Plan one step. Blocks for every token in it are in the block tables when this returns."""
+        """Plan one step: each sequence in it catches up by n tokens, for which its block table has room on return.
+
+        decode                            n = 1                                   _decode
+        verify k drafted tokens           n = k + 1                               _decode
+        prefill, resume                   n = all that is missing                 _continue, or _start if it waited
+        chunked prefill                   n = what the budget leaves              _continue, _start
+        prefix-cache hit                  num_computed starts at the match        _start
+        preemption (recompute, swap)      num_computed = 0, or kept on the host   _preempt
+        """
         self.steps += 1
-        step = Step(self.steps)
-        for seq in self._filled:
-            if seq.state == "running":
-                self.tables.offer(seq)
-        self._filled.clear()
-        budget = self._continue_running(step)
-        if self.waiting and not step.preempted and not step.stalled:
-            self._admit(step, budget)
+        step = Step(self.steps, budget=self.max_num_batched_tokens)
+        self._offer_filled_blocks()
+        for seq in self._decode(step):
+            self._continue(seq, step)
+        if not step.preempted and not step.stalled:  # who lacks blocks now would be preempted for a newcomer's sake
+            self._admit(step)
         while self.running and not step.entries and (self.waiting or step.stalled):
-            # All that run wait for others to catch up (the beams of a search), who wait for their seats or blocks.
+            # All that run wait for others to catch up (the beams of a search), and those wait for slots or blocks.
             # Relatives are neighbours in rank, so this ends with the best-ranked group together in the pool.
-            for seq in self.running[:] if self.tables.contiguous else self.running[-1:]:  # slabs: move all together
+            for seq in self._lowest_ranked():
                 self._preempt(seq, step)
-            self._admit(step, budget)
+            self._admit(step)
         if self.waiting and not step.entries:
             raise RuntimeError("no waiting sequence fits an empty pool: one was extended beyond what add() allowed")
         step.balance = (self.pool.num_free, self.tables.cached, self.pool.total, len(self.running), len(self.waiting))
         return step
 
-    def _continue_running(self, step: Step) -> int:
-        """Tokens for running sequences: decodes, then prompts under way, each by rank. Returns the budget left."""
-        size, refs = self.block_size, self.pool.refs
-        budget, prompts = self.max_num_batched_tokens, []
-        for seq in list(self.running):
+    def _offer_filled_blocks(self) -> None:
+        """Offer the cache what the last step filled. Not sooner: by now, rejected drafts are gone."""
+        for seq in self._filled:
+            if seq.state == "running":
+                self.tables.offer(seq)
+        self._filled.clear()
+
+    def _decode(self, step: Step) -> list[Sequence]:
+        """Every running sequence that lacks only its last token and the draft behind it, by rank. Returns the others
+        that lack tokens. A sequence that lacks none keeps its blocks and waits, as a beam does for the others."""
+        size, refs, behind = self.block_size, self.pool.refs, []
+        for seq in self.running[:]:  # a copy, since some of them may be preempted
             table, start = seq.block_table, seq.num_computed
             n = len(seq.tokens) - start
-            if n - seq.num_draft > 1:  # a draft rides along with the decode it belongs to
-                prompts.append(seq)
-            elif n and budget and seq.state == "running":
-                if n > budget or start + n > len(table) * size or refs[table[start // size]] > 1:
-                    n = self._make_room(seq, min(n, budget), step)
-                if n:
-                    seq.step = step.number
-                    step.entries.append((seq, n))
-                    budget -= n
-        for seq in prompts:
-            if budget and seq.state == "running" and (n := self._make_room(seq, min(seq.num_new, budget), step)):
-                seq.step = step.number
-                step.entries.append((seq, n))
-                budget -= n
-        return budget
+            if n - seq.num_draft > 1:
+                behind.append(seq)
+            elif n:
+                if n <= step.budget and start + n <= len(table) * size and refs[table[start // size]] == 1:
+                    step.add(seq, n)  # it owns the block it writes: nearly always so, and no preempted one has a table
+                else:
+                    self._continue(seq, step)
+        return behind
 
-    def _make_room(self, seq: Sequence, n: int, step: Step) -> int:
-        """Blocks for up to n more tokens of a running sequence; preempts if not even one fits. Returns how many."""
+    def _continue(self, seq: Sequence, step: Step) -> None:
+        """As many of a running sequence's missing tokens as budget and blocks allow; preempts if not one fits.
+
+        It never preempts a better-ranked sequence or one in the step: it waits its turn and keeps its blocks. The
+        best-ranked sequence therefore always gets on, so in the end all do.
+        """
+        if not step.budget or seq.state != "running":
+            return
         while (room := self.tables.room(seq)) < 1:
             victim = next((s for s in reversed(self.running) if s.step != step.number), seq)
-            if victim is seq:  # all others left are better ranked, or in the step
+            if victim is seq:
                 step.stalled = True
-                return 0
+                return
             self._preempt(victim, step)
-        n = min(n, room)
+        n = min(seq.num_new, step.budget, room)
         copies = self.tables.extend(seq, n)
         step.copies += copies
         self.copies += len(copies)
-        return n
+        step.add(seq, n)
 
     def _preempt(self, seq: Sequence, step: Step) -> None:
         """Take a running sequence's blocks away and put it at the head of the queue. Tokens are kept."""
         self.running.remove(seq)
         used = seq.block_table[: blocks_needed(seq.num_computed, self.block_size)]
         self.tables.release(seq)
-        fits = self.max_swap_blocks is None or self.swapped_blocks + len(used) <= self.max_swap_blocks
-        if self.preemption == "swap" and used and fits and seq.num_new:  # without work it would never be swapped in
-            seq.state, seq.num_host_blocks = "swapped", len(used)
-            self.swapped_blocks += len(used)
+        if self.preemption == "swap" and used and seq.num_new:  # without work it would never be swapped in
+            seq.state = "swapped"
             self.swaps += 1
             step.swap_out.append((seq, used))
         else:
             seq.lost, seq.num_computed = seq.num_computed, 0
-        seq.resumed = True
         seq.preemptions += 1
         self.preemptions += 1
         step.preempted.append(seq)
         self._wait(seq)
 
-    def _admit(self, step: Step, budget: int) -> None:
-        """Start waiting sequences while seats, tokens and blocks last, in order: who does not fit holds up the rest."""
-        if not self.running:
-            self._filling = True
-        while self.waiting and budget and len(self.running) < self.max_num_seqs:
-            seq = self.policy.select(self.waiting, self.cache)
-            if self.static and not self._filling and not seq.resumed:
-                return
-            reserve = self.reserve_blocks if step.entries else 0  # with nobody to protect, anything goes
-            n = self._start(seq, budget, reserve, step)
-            if n == 0:
-                break
-            budget -= n
-        self._filling = budget == 0 and len(self.waiting) > 0  # a batch is closed by want of anything but tokens
+    def _lowest_ranked(self) -> list[Sequence]:
+        return self.running[-1:]
 
-    def _start(self, seq: Sequence, budget: int, reserve: int, step: Step) -> int:
-        """Give a waiting sequence its blocks and its first tokens, and return how many; 0 if it must wait on."""
+    def _admit(self, step: Step) -> None:
+        """Start waiting sequences while batch slots, tokens and blocks last; one that does not fit holds up all."""
+        while self.waiting and step.budget and len(self.running) < self.max_num_seqs:
+            if not self._start(self.policy.select(self.waiting, self.cache), step):
+                return
+
+    def _start(self, seq: Sequence, step: Step) -> bool:
+        """Give a waiting sequence its blocks and its first tokens; False if it must go on waiting."""
         match = self.tables.find(seq)
-        found = match.n_tokens if match else 0
-        computed = seq.num_computed if seq.state == "swapped" else found
-        n = min(len(seq.tokens) - computed, budget)
-        whole = self.chunked or n == len(seq.tokens) - computed
-        if not whole or not self.tables.start(seq, match, computed + n, self._slots(seq), reserve):
-            if match:
-                self.cache.unlock(match.handle)
-            return 0
-        oldest = self.waiting.first()
+        cached = match.n_tokens if match else 0
+        computed = seq.num_computed if seq.state == "swapped" else cached
+        missing = len(seq.tokens) - computed
+        n = min(missing, step.budget)
+        if not self.chunked and n < missing:
+            return False
+        reserve = self.reserve_blocks if step.entries else 0  # with nobody else in the step, nobody is disturbed
+        if not self.tables.start(seq, match, computed + n, reserve):
+            return False
+        (oldest,) = self.waiting.first(1)
         oldest.passed_over += oldest is not seq
         self.waiting.remove(seq)
         if seq.state == "swapped":
             step.swap_in.append((seq, seq.block_table[: blocks_needed(computed, self.block_size)]))
-            self._leave_host(seq)
         elif seq.started:
-            self.recomputed_tokens += max(0, seq.lost - found)
+            self.recomputed_tokens += max(0, seq.lost - cached)
         else:
-            seq.started, seq.num_cached = True, found
+            seq.started, seq.num_cached = True, cached
             self.prompt_tokens += seq.num_prompt
-            self.hit_tokens += found
+            self.hit_tokens += cached
         seq.num_computed = computed
-        step.cached.append((seq, found))
+        step.cached.append((seq, cached))
         self._run(seq)
-        seq.step = step.number
-        step.entries.append((seq, n))
-        return n
+        step.add(seq, n)
+        return True
+
+    def _wait(self, seq: Sequence) -> None:
+        if seq.state != "swapped":
+            seq.state = "waiting"
+        self.waiting.push(seq)
+
+    def _run(self, seq: Sequence) -> None:
+        seq.state = "running"
+        insort(self.running, seq, key=lambda s: s.rank)
 
     # ---- after a step
 
@@ -369,42 +468,17 @@ class Scheduler:
 
     def stats(self) -> dict[str, int]:
         """The pool's balance now (BlockTables.balance) and counters since the start."""
-        return self.tables.balance(self.running) | {
+        swapped = (seq for seq in self.waiting if seq.state == "swapped")
+        counters = ("steps", "preemptions", "swaps", "copies", "prompt_tokens", "hit_tokens", "recomputed_tokens")
+        return {
+            **self.tables.balance(self.running),
             "running": len(self.running),
             "waiting": len(self.waiting),
-            "swapped_blocks": self.swapped_blocks,
-            "steps": self.steps,
-            "preemptions": self.preemptions,
-            "swaps": self.swaps,
-            "copies": self.copies,
-            "prompt_tokens": self.prompt_tokens,
-            "hit_tokens": self.hit_tokens,
-            "recomputed_tokens": self.recomputed_tokens,
+            "swapped_blocks": sum(blocks_needed(seq.num_computed, self.block_size) for seq in swapped),
+            **{name: getattr(self, name) for name in counters},
             "evicted_blocks": self.cache.evicted if self.cache is not None else 0,
         }
 
-    # ---- inside
-
-    def _slots(self, seq: Sequence) -> int:
-        """KV slots a sequence needs at its greatest length; its last token is never computed."""
-        return min(seq.num_prompt + seq.max_tokens, self.max_model_len) - 1
-
-    def _wait(self, seq: Sequence) -> None:
-        if seq.state != "swapped":
-            seq.state = "waiting"
-        level, *place = seq.rank
-        self.waiting.push((level, not seq.resumed, *place), seq)
-
-    def _run(self, seq: Sequence) -> None:
-        seq.state = "running"
-        insort(self.running, seq, key=lambda s: s.rank)
-
-    def _leave_host(self, seq: Sequence) -> None:
-        self.swapped_blocks -= seq.num_host_blocks
-        seq.num_host_blocks = 0
-
 
 if __name__ == "__main__":
-    from benchmarks import simulate
-
-    raise SystemExit(simulate.main())
+    runpy.run_module("benchmarks.simulate", run_name="__main__")  # not an import: simulate imports this file

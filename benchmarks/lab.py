@@ -32,6 +32,7 @@ from math import log
 import torch
 
 import kernels
+from benchmarks.past import scheduler_class
 from benchmarks.peers import random_prompt
 from benchmarks.roofline import read_bandwidth
 from generate import LLM
@@ -39,7 +40,7 @@ from kv_paged import BlockPool
 from radix import PREFIX_CACHES
 from request import Request
 from sampling import SamplingParams
-from scheduler import Scheduler, Sequence, Step
+from scheduler import Sequence, Step
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,8 @@ class Claim:
     alone: str | None = None
 
 
-class Watched(Scheduler):
-    """The scheduler, which also notes what each step computes and the seconds spent on planning."""
+class Watched:
+    """Mixed into a scheduler class, notes what each step computes and the seconds spent on planning."""
 
     def __init__(self, *args, **switches):
         super().__init__(*args, **switches)
@@ -230,7 +231,8 @@ class Lab:
 def counting_scheduler(num_blocks: int, block_size: int, prefix_cache: str = "none", **switches) -> Watched:
     pool = BlockPool(num_blocks + 1, block_size)
     cache = None if prefix_cache == "none" else PREFIX_CACHES[prefix_cache](pool)
-    return Watched(pool, cache, **switches)
+    base = scheduler_class(switches.pop("batching", "continuous"), switches.pop("reserve", "paged"))
+    return type("Watched", (Watched, base), {})(pool, cache, **switches)
 
 
 def gathered(name: str, rounds: list[Run]) -> dict:

@@ -241,9 +241,9 @@ def radix_tree(bench: Bench, block_size: int = 8) -> dict:
         if base is None:
             continue  # a beginning that others share, no request
         match = cache.match(prompts[name])
-        blocks = match.blocks + pool.allocate((len(prompts[name]) - match.n_tokens) // block_size)
-        pool.share(match.blocks)
-        cache.insert(prompts[name], blocks)
+        cache.lock(match.handle)
+        blocks = pool.allocate((len(prompts[name]) - match.n_tokens) // block_size)
+        cache.unlock(cache.insert(prompts[name], match.blocks + blocks, match.handle).handle)
         pool.release(blocks)
     asked = [prompts[name] for name, (base, _) in TREE.items() if base]
 

@@ -33,11 +33,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import log
 
+from benchmarks.past import BATCHINGS, RESERVES, scheduler_class
 from formats.command_line import as_command, given, refuse_unused
 from kv_paged import BlockPool
-from policies import POLICIES
 from radix import PREFIX_CACHES
-from scheduler import Scheduler, Sequence
+from scheduler import POLICIES, PREEMPTIONS, Scheduler, Sequence
 
 SAMPLE_EVERY = 32  # steps between two looks at how full the blocks are
 
@@ -137,7 +137,7 @@ class Simulation:
     def __init__(self, args: argparse.Namespace):
         self.args, self.workload = args, Workload(args)
         pool = BlockPool(args.num_blocks, args.block_size)
-        self.scheduler = Scheduler(
+        self.scheduler = scheduler_class(args.batching, args.reserve)(
             pool,
             PREFIX_CACHES[args.prefix_cache](pool) if args.prefix_cache != "none" else None,
             max_num_seqs=args.max_num_seqs,
@@ -146,8 +146,6 @@ class Simulation:
             policy=args.policy,
             preemption=args.preemption,
             chunked=not args.no_chunked,
-            batching=args.batching,
-            reserve=args.reserve,
         )
         self.now = 0.0
         self.done = self.generated = self.batched = 0
@@ -343,10 +341,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     engine.add_argument("--max-model-len", type=int, default=2048)
     engine.add_argument("--policy", choices=list(POLICIES), default="fcfs")
     engine.add_argument("--prefix-cache", choices=[*PREFIX_CACHES, "none"], default="radix")
-    engine.add_argument("--preemption", choices=["recompute", "swap"], default="recompute")
+    engine.add_argument("--preemption", choices=PREEMPTIONS, default="recompute")
     engine.add_argument("--no-chunked", action="store_true", help="compute a prompt in one step or not at all")
-    engine.add_argument("--batching", choices=["continuous", "static"], default="continuous")
-    engine.add_argument("--reserve", choices=["paged", "contiguous"], default="paged")
+    engine.add_argument("--batching", choices=BATCHINGS, default="continuous")
+    engine.add_argument("--reserve", choices=RESERVES, default="paged")
     costs = parser.add_argument_group("seconds of simulated time")
     costs.add_argument("--step-cost", type=float, default=4e-3, help="per step: the weights are read once")
     costs.add_argument("--token-cost", type=float, default=2e-4, help="per token computed")
@@ -384,3 +382,7 @@ def main(argv: list[str] | None = None) -> int:
     else:
         print_report(report)
     return 0
+
+
+if __name__ == "__main__":  # run by scheduler.py
+    raise SystemExit(main())

@@ -35,12 +35,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from block_tables import BlockTables
 from compiled import ModelRunner
 from drafting.head import SHIPPED, HeadProposer, computed_anew, load_head
 from engine import Engine, lay_out
 from guided import GuidedAnswer
-from kv_paged import BlockPool, KVCache
+from kv_paged import BlockPool, BlockTables, KVCache
 from model import Transformer
 from radix import RadixCache
 from request import Answer
@@ -140,8 +139,7 @@ class DraftModel(Proposer):
         if seq is None:
             seq = Sequence(list(tokens), answer.request.max_tokens, namespace=answer.seq.namespace)
             match = self.tables.find(seq)
-            if not self.tables.start(seq, match, match.n_tokens, slots=0, reserve=0):
-                self.tables.cache.unlock(match.handle)
+            if not self.tables.start(seq, match, match.n_tokens):
                 return None
             seq.num_computed = match.n_tokens
         else:

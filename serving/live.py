@@ -24,7 +24,7 @@ from collections.abc import AsyncGenerator
 from functools import partial
 from itertools import groupby
 
-from sequence import Sequence, Step
+from scheduler import Sequence, Step
 from serving.engine_thread import EngineThread, Served
 from serving.guard import sse
 
@@ -127,7 +127,7 @@ class Recorder:
             "seats": scheduler.max_num_seqs,
             "steps": [row for row in self.rows if row["number"] > seen],
             "refs": "".join(str(min(count, 9)) for count in scheduler.pool.refs),
-            "sequences": [sequence_row(s) for s in [*scheduler.running, *scheduler.waiting.window(QUEUE_SHOWN)]],
+            "sequences": [sequence_row(s) for s in [*scheduler.running, *scheduler.waiting.first(QUEUE_SHOWN)]],
             "tree": tree_rows(self.served),
             "stats": self.served.llm.stats() | {"generated_tokens": generated},
         }

@@ -29,8 +29,8 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from policies import POLICIES
 from sampling import SamplingParams
+from scheduler import POLICIES
 from serving.engine_thread import EngineThread, Job, Served
 from serving.guard import ApiError, EventStream, internal_error, until_left
 

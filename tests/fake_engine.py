@@ -8,9 +8,10 @@ sequence alone has one right continuation, and every schedule must end with it.
 
 import zlib
 
+from benchmarks.past import scheduler_class
 from kv_paged import BlockPool
 from radix import PREFIX_CACHES
-from scheduler import Scheduler, Sequence
+from scheduler import Sequence
 
 VOCAB = 3  # small, so that prompts and answers collide often in the prefix cache
 
@@ -36,10 +37,13 @@ def alone(tokens, namespace, salt, length):
 
 
 class FakeEngine:
-    def __init__(self, num_blocks=12, block_size=4, cache="radix", **options):
+    def __init__(
+        self, num_blocks=12, block_size=4, cache="radix", batching="continuous", reserve="paged", watermark=0, **options
+    ):
         self.pool = BlockPool(num_blocks, block_size)
         self.cache = PREFIX_CACHES[cache](self.pool) if cache else None
-        self.scheduler = Scheduler(self.pool, self.cache, **options)
+        self.scheduler = scheduler_class(batching, reserve)(self.pool, self.cache, **options)
+        self.scheduler.reserve_blocks = int(watermark * self.pool.total)
         self.slots = {}  # slot -> fingerprint
         self.salt = {}  # sequence -> what makes its samples differ from its relatives'
         self.expected = {}  # sequence -> the tokens it must end with
@@ -68,8 +72,8 @@ class FakeEngine:
     def limit(self, seq):
         return min(seq.num_prompt + seq.max_tokens, self.scheduler.max_model_len)
 
-    def end(self, seq, how, by_id=False):
-        how(seq.id if by_id else seq)
+    def end(self, seq, how):
+        how(seq)
         self.expected.pop(seq, None)
 
     def guess(self, seq, good, k):
@@ -158,7 +162,7 @@ class FakeEngine:
             if position < seq.num_computed:
                 assert broken or self.slots[slot] == mark, f"{seq.id} reads another sequence's K and V at {position}"
             else:
-                assert self.pool.ref_count(slot // self.pool.block_size) == 1, "written while somebody else can read it"
+                assert self.pool.refs[slot // self.pool.block_size] == 1, "written while somebody else can read it"
                 self.slots[slot] = "broken" if broken else mark
 
     def _sample(self, seq):
@@ -230,7 +234,7 @@ class FakeEngine:
         in_cache = check_cache(self.cache, running) if self.cache else set()
         for block in in_cache:
             owners[block] += 1
-        assert owners[1:] == [pool.ref_count(b) for b in range(1, pool.num_blocks)]
+        assert owners[1:] == pool.refs[1:]
         stats = scheduler.stats()
         assert stats["free"] == owners[1:].count(0) and stats["live"] == len(in_use)
         assert stats["cached"] == len(in_cache - in_use)
@@ -242,7 +246,7 @@ class FakeEngine:
                 held = pool.block_size if block in in_cache else held
                 filled[block] = max(held, filled.get(block, 0))
         assert stats["kv_tokens"] == sum(filled.values())
-        assert stats["swapped_blocks"] == sum(seq.num_host_blocks for seq in queued)
+        assert stats["swapped_blocks"] == sum(len(seq.host) for seq in queued if seq.host)
 
     def check_empty(self):
         """Nothing left: every block comes back once the cache is dropped."""
@@ -280,6 +284,8 @@ def check_cache(cache, sequences):
         if not node.locks and not node.children:
             assert node.queued, "an unlocked leaf that could never be evicted, or a root that nobody needs"
     assert set(stands) <= set(nodes)
+    for stamp, _, node in cache._queue:  # an entry as young as its node is evicted without another look
+        assert stamp != node.last_used or (node in nodes and not node.locks and not node.children)
     assert cache.num_blocks == len(blocks) and cache.num_evictable == evictable >= 0
     if hasattr(cache, "table"):
         keyed = [node for bucket in cache.table.values() for node in bucket]

@@ -19,6 +19,7 @@ import generate
 import guided
 import kernels
 import naive
+from benchmarks.past import scheduler_class
 from checkpoint import open_checkpoint
 from compiled import ModelRunner
 from drafting.budget import Speculator
@@ -30,7 +31,6 @@ from model import Transformer
 from overlap import OverlapEngine
 from radix import HashCache, RadixCache
 from sampling import SamplerState, SamplingParams, sample
-from scheduler import Scheduler
 from speculative import NgramProposer
 from structured import TokenTrie, guide_for
 from tokenizer import Tokenizer
@@ -79,6 +79,8 @@ def make_engine(
     step_cost=None,
     rejection=False,
     overlap=False,
+    batching="continuous",
+    reserve="paged",
     **switches,
 ) -> Engine:
     """speculate: "ngram", "head", "self:1", "copy" (of the target, as its draft) or "stranger"; `most` guesses."""
@@ -92,7 +94,7 @@ def make_engine(
     pool = BlockPool(num_blocks + 1, block_size)
     kv = pages(ckpt.config, ckpt.config.num_layers)
     cache = {"radix": RadixCache, "hash": HashCache, "none": lambda pool: None}[prefix_cache](pool)
-    scheduler = Scheduler(pool, cache, **({"max_model_len": CONTEXT} | switches))
+    scheduler = scheduler_class(batching, reserve)(pool, cache, **({"max_model_len": CONTEXT} | switches))
     eos = frozenset(ckpt.config.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
     kind = OverlapEngine if overlap else Engine
     engine = kind(ModelRunner(model, kv), scheduler, tokenizer, eos, jump_forward=jump_forward)

@@ -9,7 +9,7 @@ import browser
 import pytest
 from server_fixture import make_llm, serving
 
-from sequence import Sequence, Step
+from scheduler import Sequence, Step
 from serving.live import ranges, step_row
 
 LONG = {"prompt": "the", "max_tokens": 150, "ignore_eos": True, "seed": 1}

@@ -12,6 +12,17 @@ from kv_paged import BlockPool, OutOfBlocks
 from radix import PREFIX_CACHES, HashCache, RadixCache
 
 
+def lock(cache, tokens, namespace=None):
+    handle = cache.match(tokens, namespace).handle
+    cache.lock(handle)
+    return handle
+
+
+def keep(cache, tokens, blocks, namespace=None):
+    """What a sequence does that computed all of its tokens and ends."""
+    cache.unlock(cache.insert(tokens, blocks, lock(cache, [], namespace)).handle)
+
+
 class Holder:
     """A sequence, as far as the cache can tell: it stands at a handle and owns the blocks up to there."""
 
@@ -61,7 +72,8 @@ class Model:
         except OutOfBlocks:
             return
         table = (holder.block_table if holder else []) + own
-        match = self.cache.insert(tokens, table, namespace, holder.handle if holder else None)
+        handle = holder.handle if holder else lock(self.cache, [], namespace)
+        match = self.cache.insert(tokens, table, handle)
         for prefix, block in zip(self.prefixes(tokens, namespace), table, strict=True):
             self.known.setdefault(prefix, block)
         whole = self.expected(tokens, namespace)
@@ -69,6 +81,8 @@ class Model:
         if holder:
             self.pool.share(match.blocks)
             holder.handle, holder.block_table, holder.tokens = match.handle, whole, tokens[: n * self.size]
+        else:
+            self.cache.unlock(match.handle)
         self.pool.release(own)
 
     def shorten(self, holder, depth):
@@ -107,7 +121,7 @@ class Model:
         free = self.pool.num_free
         freed = self.cache.evict(n)
         assert freed == min(n, len(possible)) and self.pool.num_free == free + freed
-        self.known = {prefix: block for prefix, block in self.known.items() if self.pool.ref_count(block)}
+        self.known = {prefix: block for prefix, block in self.known.items() if self.pool.refs[block]}
         for namespace, prefix in self.known:  # nothing is left whose beginning is gone
             assert all(p in self.known for p in self.prefixes(prefix, namespace))
 
@@ -118,7 +132,7 @@ class Model:
         assert self.cache.num_evictable == len(blocks - used)
         for block in range(1, self.pool.num_blocks):
             owners = sum(block in holder.block_table for holder in self.holders) + (block in blocks)
-            assert self.pool.ref_count(block) == owners
+            assert self.pool.refs[block] == owners
         assert self.pool.num_free + self.cache.num_evictable + len(used) == self.pool.total
 
 
@@ -215,7 +229,7 @@ def test_F36_a_limit_leaves_a_token_to_compute(kind, length):
     cache = PREFIX_CACHES[kind](pool)
     tokens = list(range(length))
     blocks = pool.allocate(length // 4)
-    cache.insert(tokens, blocks)
+    keep(cache, tokens, blocks)
     match = cache.match(tokens, None, length - 1)
     assert match.n_tokens == (length - 1) // 4 * 4 < length
     assert match.blocks == blocks[: match.n_tokens // 4]
@@ -227,9 +241,9 @@ def test_F37_equal_hashes_and_equal_low_bits_are_not_equal_tokens(make):
     cache = make(pool)
     first, second = [1, 2, 3, 4], [257, 258, 259, 260]  # equal in their low 8 bits
     a, b = pool.allocate(1), pool.allocate(1)
-    cache.insert(first, a)
+    keep(cache, first, a)
     assert cache.match(second).blocks == []
-    cache.insert(second, b)
+    keep(cache, second, b)
     assert cache.match(first).blocks == a and cache.match(second).blocks == b
     assert cache.match([1, 2, 3, 260]).blocks == []
 
@@ -243,7 +257,7 @@ def test_F38_adapter_salt_and_plain_are_three_caches(make):
     for space in spaces:
         assert cache.match([5, 6, 7, 8], space).blocks == []
         own[space] = pool.allocate(2)
-        cache.insert([5, 6, 7, 8], own[space], space)
+        keep(cache, [5, 6, 7, 8], own[space], space)
     for space in spaces:
         assert cache.match([5, 6, 7, 8], space).blocks == own[space]
     assert cache.match([7, 8]).blocks == [], "the same block after another prefix"
@@ -262,8 +276,7 @@ def test_F39_no_key_outlives_its_block(make):
         missing = len(tokens) // 2 - len(match.blocks)
         cache.evict(max(0, missing - pool.num_free))
         new = pool.allocate(missing)
-        cache.insert(tokens, match.blocks + new)
-        cache.unlock(match.handle)
+        cache.unlock(cache.insert(tokens, match.blocks + new, match.handle).handle)
         pool.release(new)
         return match.n_tokens
 
@@ -281,7 +294,7 @@ def test_least_recently_used_leaves_go_first_from_the_end(kind):
     cache = PREFIX_CACHES[kind](pool)
     for tokens in ([1, 2, 3], [1, 2, 4], [7, 8]):
         blocks = pool.allocate(len(tokens))
-        cache.insert(tokens, blocks)
+        keep(cache, tokens, blocks)
         pool.release(blocks)
     cache.unlock(lock(cache, [7, 8]))
     cache.unlock(lock(cache, [1, 2, 3]))
@@ -295,12 +308,6 @@ def test_least_recently_used_leaves_go_first_from_the_end(kind):
     assert cache.evict(10) == 1 and pool.num_free == pool.total
 
 
-def lock(cache, tokens):
-    handle = cache.match(tokens).handle
-    cache.lock(handle)
-    return handle
-
-
 def test_decoding_grows_one_leaf_and_a_branch_splits_it():
     pool = BlockPool(16, 2)
     cache = RadixCache(pool)
@@ -308,11 +315,11 @@ def test_decoding_grows_one_leaf_and_a_branch_splits_it():
     table = []
     for end in range(2, 11, 2):
         table += pool.allocate(1)
-        handle = cache.insert(list(range(end)), table, None, handle).handle
+        handle = cache.insert(list(range(end)), table, handle).handle
     (root,) = cache.snapshot()
     assert [child["n_tokens"] for child in root["children"]] == [10] and root["locks"] == 1
     assert root["children"][0]["blocks"] == table
-    cache.insert([0, 1, 2, 3, 99, 98], table[:2] + pool.allocate(1))
+    keep(cache, [0, 1, 2, 3, 99, 98], table[:2] + pool.allocate(1))
     (root,) = cache.snapshot()
     (stem,) = root["children"]
     assert (stem["n_tokens"], stem["locks"]) == (4, 1)

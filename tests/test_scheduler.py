@@ -3,10 +3,541 @@
 import random
 
 import pytest
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, alone
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from benchmarks.past import scheduler_class
+from kv_paged import BlockPool
+from radix import PREFIX_CACHES
+from scheduler import LPM_PATIENCE, LPM_WINDOW, RequestTooLong, Scheduler, Sequence, Waiting
+
+
+def ids(entries):
+    return [(seq.id, n) for seq, n in entries]
+
+
+def scheduler_of(num_blocks=33, block_size=4, cache=None, make=Scheduler, **options):
+    pool = BlockPool(num_blocks, block_size)
+    return make(pool, PREFIX_CACHES[cache](pool) if cache else None, **options)
+
+
+def run_step(scheduler, token=0):
+    """Plan, compute and give every sequence that was caught up one more token."""
+    step = scheduler.schedule()
+    scheduler.computed(step)
+    for seq, _ in step.entries:
+        if seq.num_new == 0:
+            seq.tokens.append(token)
+    return step
+
+
+# ---- what is refused, and with which numbers
+
+
+def test_what_can_never_finish_is_refused_and_what_just_fits_is_served():
+    scheduler = scheduler_of(max_model_len=64)
+    for length in (64, 65, 1000):
+        with pytest.raises(RequestTooLong, match=f"prompt of {length} tokens .* max_model_len=64; at most 63 fit"):
+            scheduler.add(Sequence([1] * length, 1))
+    assert not scheduler.has_unfinished()
+    for max_tokens in (1, 10_000):
+        engine = FakeEngine(17, 4, max_model_len=64)
+        seq = engine.add([1] * 63, max_tokens)
+        engine.run()
+        assert seq.tokens == alone([1] * 63, None, 0, 64)
+    engine = FakeEngine(4, 4, max_model_len=64)  # 12 slots, and the last token needs none
+    engine.add([1] * 8, 5)
+    engine.run()
+    with pytest.raises(RequestTooLong, match="prompt of 8 tokens with max_tokens=6 needs KV memory for 13 .* holds 12"):
+        engine.scheduler.add(Sequence([1] * 8, 6))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"batching": "none"}, "batching='none': must be one of continuous, static"),
+        ({"reserve": "all"}, "reserve='all': must be one of paged, contiguous"),
+        ({"cache": None, "chunked": False, "max_num_batched_tokens": 8, "max_model_len": 9}, "reach max_model_len=9"),
+        ({"cache": "radix", "reserve": "contiguous"}, "turn the prefix cache off"),
+    ],
+)
+def test_switches_are_checked(options, message):
+    with pytest.raises(ValueError, match=message):
+        FakeEngine(**options)
+
+
+# ---- leaving
+
+
+@pytest.mark.parametrize("cache", [None, "radix", "hash"])
+@pytest.mark.parametrize("moment", ["waiting", "mid-prefill", "decoding", "preempted", "swapped", "forked"])
+def test_an_abort_returns_every_block_at_once(moment, cache):
+    engine = FakeEngine(
+        9, 4, cache, max_num_seqs=2, max_num_batched_tokens=6, preemption="swap" if moment == "swapped" else "recompute"
+    )
+    scheduler = engine.scheduler
+    first, second = engine.add([0] * 14, 18), engine.add([1] * 10, 20)
+    third = engine.add([2] * 3, 4)
+    victim = {"waiting": third, "mid-prefill": first, "decoding": first}.get(moment, second)
+    if moment == "forked":
+        while second.num_computed < 10:
+            engine.step()
+        engine.end(third, scheduler.abort)
+        engine.end(first, scheduler.abort)
+        child = engine.fork(second, salt=3)
+        assert child.state == "running" and child.block_table == second.block_table
+        engine.step()
+    elif moment in ("preempted", "swapped"):
+        while not second.preemptions:
+            engine.step()
+        assert second.state == ("swapped" if moment == "swapped" else "waiting") and not second.block_table
+    else:
+        for _ in range(1 if moment == "mid-prefill" else 4):
+            engine.step()
+        assert victim.num_computed == {"waiting": 0, "mid-prefill": 6}.get(moment, victim.num_computed)
+    engine.end(victim, scheduler.abort)
+    engine.check()
+    assert victim.state == "finished" and not victim.block_table and victim.host is None
+    engine.run()
+    engine.check_empty()
+
+
+def test_an_abort_after_the_end_does_nothing():
+    engine = FakeEngine(9, 4, max_num_batched_tokens=16)
+    seq = engine.add([1] * 5, 3)
+    engine.add([2] * 5, 9)
+    while seq not in engine.done:
+        engine.step()
+    before = engine.scheduler.stats()
+    engine.scheduler.abort(seq)
+    engine.scheduler.finish(seq)
+    assert engine.scheduler.stats() == before
+    again = engine.add([1] * 5, 3, id=seq.id)  # the id is free again, and no longer that of the old sequence
+    engine.scheduler.abort(seq)
+    assert again.state == "waiting"
+    engine.run()
+    engine.check_empty()
+
+
+def test_a_step_that_raises_ends_its_own_sequences_only():
+    engine = FakeEngine(12, 4, "radix", max_num_seqs=2, max_num_batched_tokens=8)
+    engine.add([1] * 6, 3), engine.add([2] * 6, 3)
+    bystander = engine.add([3] * 6, 3)
+    failed = [seq for seq, _ in engine.step(fails=True).entries]
+    assert len(failed) == 2 and all(seq.state == "finished" for seq in failed)
+    assert engine.cache.num_blocks == 0, "what a broken step wrote must not be cached"
+    engine.run()
+    assert engine.done == [bystander]
+    engine.check_empty()
+
+
+# ---- preemption
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_a_preempted_sequence_keeps_its_tokens_and_its_prompt_length(preemption):
+    engine = FakeEngine(9, 2, None, max_num_batched_tokens=16, preemption=preemption)
+    first, second = engine.add([0, 1, 2, 0], 12), engine.add([1, 1, 1], 12)
+    while not second.preemptions:
+        before = list(second.tokens), second.num_computed
+        engine.step()
+    assert second.tokens == before[0] and second.num_prompt == 3
+    assert second.num_computed == (before[1] if preemption == "swap" else 0)
+    assert first.preemptions == 0 and engine.scheduler.stats()["preemptions"] == 1
+    assert engine.scheduler.stats()["swaps"] == (preemption == "swap")
+    engine.run()
+    assert len(second.tokens) == 15 and [len(seq.tokens) for seq in engine.done] == [16, 15]
+
+
+def test_the_youngest_is_preempted_first_and_returns_first():
+    scheduler = scheduler_of(num_blocks=8, block_size=4, max_num_batched_tokens=32)
+    for name in "abc":
+        scheduler.add(Sequence([1] * 7, 20, id=name))
+    scheduler.add(Sequence([1] * 3, 4, id="d"))
+    assert ids(run_step(scheduler).entries) == [("a", 7), ("b", 7), ("c", 7), ("d", 3)]
+    assert ids(run_step(scheduler).entries) == [("a", 1), ("b", 1), ("c", 1), ("d", 1)]
+    step = run_step(scheduler)
+    assert [seq.id for seq in step.preempted] == ["d", "c"] and ids(step.entries) == [("a", 1), ("b", 1)]
+    assert "preempt d (recompute)" in step.describe() and scheduler.stats()["free"] == 1
+    scheduler.add(Sequence([1], 1, id="e", arrival=-1.0))  # "older" than all, but c and d have run before
+    assert [seq.id for seq in scheduler.waiting.first(3)] == ["c", "d", "e"]
+    scheduler.finish(scheduler.sequences["a"])
+    assert ids(run_step(scheduler).entries) == [("b", 1), ("c", 9)], (
+        "d needs two blocks, one is free: e waits behind it"
+    )
+    scheduler.finish(scheduler.sequences["b"])
+    assert ids(run_step(scheduler).entries) == [("c", 1), ("d", 5), ("e", 1)]
+
+
+def test_by_priority_the_least_important_is_preempted():
+    scheduler = scheduler_of(num_blocks=7, block_size=4, max_num_batched_tokens=32, policy="priority")
+    for name, priority in (("low", 9), ("high", 0), ("middle", 5)):
+        scheduler.add(Sequence([1] * 8, 16, id=name, priority=priority))
+    assert ids(run_step(scheduler).entries) == [("high", 8), ("middle", 8), ("low", 8)]
+    step = run_step(scheduler)
+    assert [seq.id for seq in step.preempted] == ["low"] and ids(step.entries) == [("high", 1), ("middle", 1)]
+
+
+def test_a_better_ranked_sequence_is_never_preempted():
+    scheduler = scheduler_of(num_blocks=7, block_size=4, max_num_batched_tokens=8)
+    scheduler.add(Sequence([1] * 7, 9, id="young", arrival=2.0))
+    run_step(scheduler)
+    scheduler.add(Sequence([1] * 16, 8, id="old", arrival=1.0))
+    assert ids(run_step(scheduler).entries) == [("young", 1), ("old", 7)]
+    assert ids(run_step(scheduler).entries) == [("young", 1), ("old", 5)]  # 3 + 3 blocks: the pool is full
+    for _ in range(3):
+        step = run_step(scheduler)  # old finds no block, but young is in the step already: it keeps what it has
+        assert ids(step.entries) == [("young", 1)] and not step.preempted
+    step = run_step(scheduler)  # now young needs one too, and is the one to leave
+    assert [seq.id for seq in step.preempted] == ["young"] and ids(step.entries) == [("old", 4)]
+
+
+def test_a_client_that_leaves_while_its_step_runs():
+    engine = FakeEngine(9, 4, "radix", max_num_batched_tokens=16)
+    seq, other = engine.add([1] * 8, 5), engine.add([2] * 3, 5)
+    engine.step(leaves=seq)
+    assert seq.num_computed == 0 and engine.scheduler.stats()["live"] == 1 and engine.cache.num_blocks == 0
+    engine.run()
+    assert engine.done == [other]
+    engine.check_empty()
+
+
+def swapped_out():
+    """An engine whose second sequence has just been planned to be swapped out, and that sequence."""
+    engine = FakeEngine(9, 2, "radix", max_num_batched_tokens=16, preemption="swap")
+    first, second = engine.add([0, 1, 2, 0], 12), engine.add([1, 1, 1], 12)
+    while engine.scheduler.stats()["free"] or engine.scheduler.stats()["cached"] or second.num_computed % 2 == 0:
+        engine.step()
+    return engine, first, second
+
+
+def test_a_step_that_fails_before_the_swap_out_was_made_loses_nothing():
+    engine, first, second = swapped_out()
+    while not second.preemptions:
+        assert engine.step(fails=first.num_computed % 2 == 0).entries
+    assert second.state == "waiting" and second.num_computed == 0 and second.host is None
+    assert engine.scheduler.stats()["swapped_blocks"] == 0
+    engine.run()
+    assert engine.done == [second]
+    engine.check_empty()
+
+
+def test_a_step_that_fails_before_the_swap_in_was_made_leaves_nothing_in_the_cache():
+    engine, first, second = swapped_out()
+    while second.state != "swapped":
+        engine.step()
+    prompt = list(second.tokens)
+    engine.end(first, engine.scheduler.finish)
+    engine.scheduler.drop_cache()
+    assert [seq for seq, _ in engine.step(fails=True).swap_in] == [second]
+    assert second.state == "finished" and engine.scheduler.cache.cached_length(prompt) == 0
+    engine.check_empty()
+
+
+# ---- the budget
+
+
+def test_decodes_come_first_and_a_long_prompt_comes_in_slices():
+    scheduler = scheduler_of(max_num_batched_tokens=8, max_num_seqs=4)
+    for name in "ab":
+        scheduler.add(Sequence([1] * 3, 20, id=name))
+    run_step(scheduler)
+    scheduler.add(Sequence([1] * 20, 20, id="long"))
+    scheduler.add(Sequence([1] * 4, 20, id="late"))
+    sizes = [ids(run_step(scheduler).entries) for _ in range(5)]
+    assert sizes[:3] == [[("a", 1), ("b", 1), ("long", 6)]] * 3
+    assert sizes[3] == [("a", 1), ("b", 1), ("long", 2), ("late", 4)]
+    assert sizes[4] == [("a", 1), ("b", 1), ("long", 1), ("late", 1)]
+
+
+def test_unchunked_a_prompt_is_computed_in_one_step_or_waits():
+    scheduler = scheduler_of(max_num_batched_tokens=16, max_model_len=16, chunked=False)
+    for name, length in (("a", 9), ("b", 9), ("c", 2)):
+        scheduler.add(Sequence([1] * length, 5, id=name))
+    assert ids(run_step(scheduler).entries) == [("a", 9)]
+    assert ids(run_step(scheduler).entries) == [("a", 1), ("b", 9), ("c", 2)]
+
+
+def test_guesses_ride_along_and_the_budget_cuts_them():
+    scheduler = scheduler_of(max_num_batched_tokens=6)
+    a, b = Sequence([1] * 2, 20, id="a"), Sequence([1] * 2, 20, id="b")
+    scheduler.add(a), scheduler.add(b)
+    run_step(scheduler)
+    for seq in (a, b):
+        seq.tokens += [7, 7, 7]
+        seq.num_draft = 3
+    step = scheduler.schedule()
+    assert ids(step.entries) == [("a", 4), ("b", 2)] and len(a.block_table) == 2
+    scheduler.computed(step)
+    scheduler.truncate(a, 4)  # all but the first guess were wrong
+    assert a.num_computed == 4 and len(a.block_table) == 1 and b.num_computed == 4
+
+
+def test_a_newcomer_must_find_room_for_its_whole_prompt_and_a_reserve():
+    for reserve, admitted in ((0, True), (1, False)):
+        scheduler = scheduler_of(num_blocks=9, block_size=4, max_num_batched_tokens=24)
+        scheduler.reserve_blocks = reserve
+        scheduler.add(Sequence([1] * 20, 4, id="long"))
+        scheduler.add(Sequence([2] * 12, 4, id="next"))  # its first chunk would fit in any case
+        assert ids(run_step(scheduler).entries) == [("long", 20)] + [("next", 4)] * admitted
+    scheduler.finish(scheduler.sequences["long"])
+    assert ids(run_step(scheduler).entries) == [("next", 12)]
+
+
+def test_the_trace_line_says_what_happens():
+    scheduler = scheduler_of(cache="radix", max_num_batched_tokens=8)
+    scheduler.add(Sequence(list(range(9)), 4, id="a"))
+    assert scheduler.schedule().describe() == (
+        "step 1: 8 tokens | prefill a [0:8] of 9 | free 30 cached 0 of 32, running 1 waiting 0"
+    )
+
+
+# ---- policies
+
+
+def test_lpm_takes_the_longest_cached_prefix_but_starves_nobody():
+    scheduler = scheduler_of(cache="radix", max_num_seqs=1, max_num_batched_tokens=64, policy="lpm")
+
+    def serve():
+        (entry,) = run_step(scheduler).entries
+        scheduler.finish(entry[0])
+        return entry[0].id
+
+    scheduler.add(Sequence([1] * 16, 1, id="warm up"))
+    assert serve() == "warm up"
+    scheduler.add(Sequence([2] * 16, 1, id="stranger"))
+    for i in range(LPM_PATIENCE + 5):
+        scheduler.add(Sequence([1] * 8 + [i, i], 1, id=i))
+    order = [serve() for _ in range(LPM_PATIENCE + 6)]
+    assert order.index("stranger") == LPM_PATIENCE
+    assert order == [
+        *range(LPM_PATIENCE),
+        "stranger",
+        *range(LPM_PATIENCE, LPM_PATIENCE + 5),
+    ]
+
+
+def test_planning_looks_at_a_bounded_part_of_the_queue(monkeypatch):
+    """Counted, not timed: prefixes looked up in five steps with 10,000 waiting."""
+    for policy, most in (("fcfs", 0), ("priority", 0), ("lpm", 10 * LPM_WINDOW)):
+        scheduler = scheduler_of(num_blocks=65, cache="radix", max_num_seqs=2, policy=policy)
+        for i in range(10_000):
+            scheduler.add(Sequence([i % 5] * 6 + [i], 1, id=i, priority=i % 3))
+        looks, length = [], scheduler.cache.cached_length
+        monkeypatch.setattr(scheduler.cache, "cached_length", lambda *args: looks.append(args) or length(*args))  # noqa: B023
+        for _ in range(5):
+            for seq, _ in run_step(scheduler).entries:
+                scheduler.finish(seq)
+        assert bool(most) <= len(looks) <= most
+
+
+def test_the_waiting_queue_in_order_of_rank():
+    queue = Waiting()
+    sequences = [Sequence([1], 1) for _ in range(500)]
+    for i, seq in enumerate(sequences):
+        seq.rank = (i * 7 % 500 // 100, float(i * 7 % 500), seq.number, seq.number)
+        queue.push(seq)
+    order = [sequences[i] for i in sorted(range(500), key=lambda i: i * 7 % 500)]
+    assert queue.first(9) == order[:9] and len(queue) == 500
+    for seq in order[1:400]:
+        queue.remove(seq)
+    assert queue.first(3) == [order[0], *order[400:402]] and set(queue) == {order[0], *order[400:]}
+    queue.remove(order[450])
+    order[450].started = True  # has run before: goes before the others of its level
+    queue.push(order[450])
+    assert queue.first(3) == [order[0], order[450], order[400]]
+
+
+def test_static_batching_lets_nobody_in_until_all_are_out():
+    scheduler = scheduler_of(max_num_seqs=2, max_num_batched_tokens=64, make=scheduler_class("static"))
+    for i in range(3):
+        scheduler.add(Sequence([1] * 4, 8, id=i))
+    assert ids(run_step(scheduler).entries) == [(0, 4), (1, 4)]
+    scheduler.finish(scheduler.sequences[0])
+    for _ in range(3):
+        assert ids(run_step(scheduler).entries) == [(1, 1)]
+    scheduler.finish(scheduler.sequences[1])
+    assert ids(run_step(scheduler).entries) == [(2, 4)]
+
+
+def test_contiguous_reservation_holds_what_pages_would_not():
+    held = {}
+    for reserve in ("paged", "contiguous"):
+        make = scheduler_class(reserve=reserve)
+        scheduler = scheduler_of(num_blocks=65, block_size=4, max_num_batched_tokens=64, make=make)
+        for i in range(3):
+            scheduler.add(Sequence([1] * 6, 59, id=i))
+        run_step(scheduler)
+        stats = scheduler.stats()
+        held[reserve] = stats["kv_tokens"] / (stats["live"] * 4)
+        tables = [seq.block_table for seq in scheduler.running]
+        if reserve == "contiguous":
+            assert tables == [list(range(table[0], table[0] + 16)) for table in tables]
+    assert held == {"paged": 18 / 24, "contiguous": 18 / 192}
+
+
+# ---- prefixes
+
+
+@pytest.mark.parametrize("cache", ["radix", "hash"])
+@pytest.mark.parametrize("length", [7, 8, 9])
+def test_a_prompt_seen_before_leaves_a_token_to_compute(cache, length):
+    engine = FakeEngine(17, 4, cache, max_num_batched_tokens=64)
+    prompt = [i % 3 for i in range(length)]
+    first = engine.add(prompt, 3)
+    engine.run()
+    second = engine.add(prompt, 3)
+    step = engine.step()
+    assert second.num_cached == (length - 1) // 4 * 4 < length
+    assert ids(step.entries) == [(second.id, length - second.num_cached)]
+    engine.run()
+    assert second.tokens == first.tokens
+
+
+@pytest.mark.parametrize("cache", ["radix", "hash"])
+def test_adapters_salts_and_plain_requests_share_nothing(cache):
+    engine = FakeEngine(33, 4, cache, max_num_batched_tokens=64)
+    for namespace in (None, ("lora", "X"), ("salt", "X")):
+        for expected in (0, 8):
+            seq = engine.add([1] * 9, 2, namespace=namespace)
+            engine.run()
+            assert seq.num_cached == expected
+
+
+@pytest.mark.parametrize("cache", ["radix", "hash"])
+def test_a_reused_block_is_no_longer_found(cache):
+    engine = FakeEngine(4, 4, cache, max_num_batched_tokens=64)
+    for prompt in ([0] * 10, [1] * 10, [0] * 10):
+        seq = engine.add(prompt, 2)  # needs all three blocks; a stale hit would be read as another's K and V
+        engine.run()
+        assert seq.num_cached == 0
+    assert engine.scheduler.stats()["evicted_blocks"] >= 4
+
+
+def test_conversations_and_preempted_requests_find_their_prefix_again():
+    engine = FakeEngine(17, 4, "radix", max_num_batched_tokens=64)
+    seq = engine.add([1, 2] * 4, 9)
+    engine.run()
+    turn = engine.add(seq.tokens + [2, 2, 2], 2)
+    engine.run()
+    assert turn.num_cached == 16
+    engine = FakeEngine(11, 2, "radix", max_num_batched_tokens=16)
+    engine.add([0, 1, 2, 0], 12), engine.add([1, 1, 1], 12)
+    engine.run()
+    stats = engine.scheduler.stats()
+    assert stats["preemptions"] and stats["recomputed_tokens"] < 10
+
+
+def test_read_cache_false_computes_the_whole_prompt_and_still_leaves_it_behind():
+    engine = FakeEngine(17, 4, "radix", max_num_batched_tokens=64)
+    for read_cache, cached in ((False, 0), (False, 0), (True, 8)):
+        seq = engine.add([1] * 11, 2, read_cache=read_cache)
+        engine.run()
+        assert seq.num_cached == cached
+    assert engine.cache.num_blocks == 3, "equal blocks are kept once"
+
+
+# ---- forks
+
+
+def test_samples_share_the_prompt_and_copy_only_the_block_they_write():
+    engine = FakeEngine(33, 4, None, max_num_batched_tokens=64)
+    seq = engine.add([1] * 10, 6)
+    step = engine.scheduler.schedule()
+    for entry, n in step.entries:
+        engine._compute(entry, n, broken=False)
+    engine.scheduler.computed(step)
+    children = [engine.fork(seq, salt) for salt in (1, 2, 3)]
+    assert engine.scheduler.stats()["live"] == 3 and {child.group for child in children} == {seq.id}
+    for relative in (seq, *children):
+        engine._sample(relative)
+    step = engine.step()
+    assert len(step.copies) == 3
+    assert engine.scheduler.stats()["live"] == 2 + 4, "two full prompt blocks shared, one own block each"
+    engine.run()
+    assert engine.scheduler.stats()["copies"] == 3
+    engine.check_empty()
+
+
+@pytest.mark.parametrize("cache", [None, "radix", "hash"])
+def test_beam_search_forks_of_forks_with_branches_ending(cache):
+    engine = FakeEngine(41, 4, cache, max_num_seqs=4, max_num_batched_tokens=64)
+    beams = [engine.add([0, 1, 2, 0, 1], 30)]
+    for salt in range(25):
+        engine.step()
+        beams = [beam for beam in beams if beam.state == "running"]
+        assert beams and all(beam.num_new == 1 for beam in beams)
+        best = beams[salt % len(beams)]
+        for loser in [beam for beam in beams if beam is not best][: len(beams) - 2 if len(beams) > 2 else 0]:
+            engine.end(loser, engine.scheduler.finish)
+            beams.remove(loser)
+        beams += [engine.fork(best, salt + 1), engine.fork(best, salt + 2)]
+        engine.check()
+    assert engine.scheduler.stats()["copies"] > 0
+    engine.run()
+    engine.check_empty()
+
+
+def test_a_fork_without_a_batch_slot_waits_at_the_head_and_catches_up():
+    engine = FakeEngine(33, 4, "radix", max_num_seqs=1, max_num_batched_tokens=64)
+    seq, other = engine.add([1] * 9, 6), engine.add([2] * 9, 2)
+    engine.step()
+    child = engine.fork(seq, salt=5)
+    assert child.state == "waiting" and child.num_prompt == 9 and engine.scheduler.waiting.first(1) == [child]
+    engine.run()
+    assert engine.done == [seq, child, other] and len(child.tokens) == 15
+
+
+def test_guesses_taken_back_into_a_cached_block_never_change_it():
+    engine = FakeEngine(17, 4, "radix", max_num_batched_tokens=64)
+    seq = engine.add([1] * 6, 12)
+    for _ in range(4):
+        engine.step()
+    reader = engine.add(seq.tokens[:8] + [2], 9)  # stands on the two blocks that seq has filled
+    engine.step()
+    assert reader.num_cached == 8 and reader.block_table[:2] == seq.block_table[:2]
+    engine.rewind(seq, 7)
+    step = engine.step()
+    assert [source for source, _ in step.copies] == [reader.block_table[1]]
+    assert reader.block_table[0] == seq.block_table[0] and reader.block_table[1] != seq.block_table[1]
+    engine.run()
+    engine.check_empty()
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("reserve", ["paged", "contiguous"])
+@pytest.mark.parametrize("slots, blocks", [(4, 120), (5, 120), (12, 17), (7, 25), (12, 33)])
+def test_groups_that_wait_for_each_other_all_get_on(preemption, reserve, slots, blocks):
+    """Members advance only together. Slots or blocks are short, so that each group holds what another waits for."""
+    engine = FakeEngine(
+        blocks,
+        4,
+        None,
+        max_num_seqs=slots,
+        max_num_batched_tokens=32,
+        preemption=preemption,
+        reserve=reserve,
+        watermark=0.2,
+    )
+    groups = [engine.march([n % 3] * n, 15 - n, width=4) for n in (5, 6, 5)]
+    single = engine.add([2, 1], 14)
+    engine.run(most=400)
+    assert all(group is not None for group in groups) and len(engine.done) == 13 and single in engine.done
+    engine.check_empty()
+
+
+def test_a_group_that_fills_the_whole_pool_needs_no_reserve():
+    engine = FakeEngine(17, 4, None, max_num_seqs=5, max_num_batched_tokens=32, watermark=0.2)
+    engine.add([1, 1], 26)
+    engine.march([2], 14, width=4)  # four times four blocks at the end: all sixteen
+    engine.run(most=200)
+    assert len(engine.done) == 5 and engine.scheduler.stats()["preemptions"]
+    engine.check_empty()
+
+
+# ---- anything in any order
 
 CHOICES = {
     "num_blocks": [4, 7, 9, 11, 14],
@@ -20,107 +551,123 @@ CHOICES = {
     "batching": ["continuous", "continuous", "continuous", "static"],
     "reserve": ["paged", "paged", "paged", "contiguous"],
     "watermark": [0, 0.01, 0.2],
-    "max_swap_blocks": [None, 0, 3],
 }
-CONFIGS = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in CHOICES.items()})
+NAMESPACES = [None, None, None, ("lora", "x"), ("salt", "x")]
 
 
-def engine_for(config):
-    held = (config["num_blocks"] - 1) * config["block_size"]
-    config = config | {"max_model_len": max(2, min(held + 1, 24))}
+def engine_for(rng):
+    config = {name: rng.choice(values) for name, values in CHOICES.items()}
+    config["max_model_len"] = max(2, min((config["num_blocks"] - 1) * config["block_size"] + 1, 24))
     if not config["chunked"]:
         config["max_num_batched_tokens"] = max(config["max_num_batched_tokens"], config["max_model_len"])
     if config["reserve"] == "contiguous":
         config["cache"] = None
-    return FakeEngine(**config)
+    engine = FakeEngine(**config)
+    engine.stems = [[rng.randrange(2) for _ in range(rng.randint(1, 16))] for _ in range(3)]
+    return engine
 
 
-REQUESTS = st.fixed_dictionaries(
-    {
-        "tokens": st.lists(st.integers(0, 2), min_size=1, max_size=20),
-        "max_tokens": st.integers(1, 20),
-        "priority": st.integers(0, 2),
-        "namespace": st.sampled_from([None, None, ("lora", "x"), ("salt", "x")]),
-        "read_cache": st.sampled_from([True, True, True, False]),
-    }
-)
+def sequences(engine, running=False):
+    """Those without guesses; running: those that decode, and do not go in step with others."""
+    live = [seq for seq in engine.expected if not seq.num_draft]
+    if running:
+        live = [seq for seq in live if seq.state == "running" and seq.num_new == 1 and seq.group not in engine.marching]
+    return live
+
+
+def arrive(engine, rng):
+    """A request that begins as others did, or the next turn of a conversation."""
+    tokens, namespace = rng.choice(engine.stems), rng.choice(NAMESPACES)
+    if engine.done and rng.random() < 0.3:
+        earlier = rng.choice(engine.done)
+        tokens, namespace = earlier.tokens, earlier.namespace
+    tokens = (tokens + [rng.randrange(3) for _ in range(rng.randint(0, 6))])[: engine.scheduler.max_model_len - 1]
+    options = {"priority": rng.randrange(3), "namespace": namespace, "read_cache": rng.random() < 0.9}
+    if len(engine.expected) < 10:
+        engine.add(tokens, rng.randint(1, 20), **options)
+
+
+def beams_arrive(engine, rng):
+    if len(engine.expected) < 8:
+        tokens = rng.choice(engine.stems)[: engine.scheduler.max_model_len - 1]
+        engine.march(tokens, rng.randint(1, 12), rng.randint(2, 4))
+
+
+def guess_and_step(engine, rng):
+    for seq in list(engine.expected):
+        if rng.random() < 0.4:
+            engine.guess(seq, rng.randint(0, 3), rng.randint(1, 4))
+    engine.step()
+
+
+def fork(engine, rng):
+    free = [seq for seq in sequences(engine) if seq.group not in engine.marching]
+    if free and len(engine.expected) < 10:
+        engine.fork(rng.choice(sequences(engine, running=True) or free), rng.randrange(1, 6))
+
+
+def rewind(engine, rng):
+    """Take back decided tokens too, down to the prompt: goes back into cached and shared blocks."""
+    longer = [seq for seq in sequences(engine, running=True) if len(seq.tokens) > seq.num_prompt]
+    if longer:
+        seq = rng.choice(longer)
+        engine.rewind(seq, rng.randint(seq.num_prompt, len(seq.tokens) - 1))
+
+
+def end(engine, rng):
+    if live := sequences(engine):
+        engine.end(rng.choice(live), rng.choice([engine.scheduler.abort, engine.scheduler.finish]))
+    for seq in engine.done[-2:]:
+        engine.scheduler.abort(seq), engine.scheduler.finish(seq)  # done already: nothing happens
+
+
+def fail(engine, rng):
+    if engine.scheduler.has_unfinished():
+        engine.step(fails=True)
+
+
+def leave_during_a_step(engine, rng):
+    if live := sequences(engine):
+        engine.step(leaves=rng.choice(live))
+
+
+def drop_cache(engine, rng):
+    engine.scheduler.drop_cache()
+    assert engine.scheduler.stats()["cached"] == 0
+
+
+ACTIONS = {  # and how often, in a hundred
+    arrive: 23,
+    beams_arrive: 4,
+    fork: 4,
+    rewind: 2,
+    end: 3,
+    fail: 1,
+    drop_cache: 1,
+    leave_during_a_step: 2,
+    guess_and_step: 60,
+}
+RANDOMS = st.randoms(use_true_random=False)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    @initialize(config=CONFIGS, requests=st.lists(REQUESTS, min_size=3, max_size=6))
-    def start(self, config, requests):
-        self.engine = engine_for(config)
-        for request in requests:
-            self.add(request)
+    """Any actions in any order; free + cached + live == total and every reference count are checked after each."""
 
-    def add(self, request):
-        tokens = request["tokens"][: self.engine.scheduler.max_model_len - 1]
-        self.engine.add(**request | {"tokens": tokens})
+    @initialize(rng=RANDOMS, requests=st.integers(3, 6))
+    def start(self, rng, requests):
+        self.engine = engine_for(rng)
+        for _ in range(requests):
+            arrive(self.engine, rng)
 
-    def pick(self, data):
-        """Some live sequence without guesses; None if there is none."""
-        live = [seq for seq in self.engine.expected if not seq.num_draft]
-        return data.draw(st.sampled_from(live)) if live else None
-
-    @rule(request=REQUESTS)
-    def arrive(self, request):
-        if len(self.engine.expected) < 8:
-            self.add(request)
-
-    @rule(request=REQUESTS, width=st.integers(2, 4))
-    def beams_arrive(self, request, width):
-        if len(self.engine.expected) < 8:
-            tokens = request["tokens"][: self.engine.scheduler.max_model_len - 1]
-            self.engine.march(tokens, request["max_tokens"], width)
-
-    @rule(data=st.data(), request=REQUESTS)
-    def next_turn(self, data, request):
-        """A conversation goes on: the prompt is what an earlier sequence ended with, and more."""
-        if self.engine.done:
-            earlier = data.draw(st.sampled_from(self.engine.done))
-            self.add(request | {"tokens": earlier.tokens + request["tokens"][:3], "namespace": earlier.namespace})
+    @rule(action=st.sampled_from(list(ACTIONS)), rng=RANDOMS)
+    def act(self, action, rng):
+        action(self.engine, rng)
 
     @rule(times=st.integers(1, 8))
     def steps(self, times):
         for _ in range(times):
             self.engine.step()
             self.engine.check()
-
-    @rule(guesses=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=8, max_size=8))
-    def guess_and_step(self, guesses):
-        for seq, (good, k) in zip(list(self.engine.expected), guesses, strict=False):
-            self.engine.guess(seq, good, k)
-        self.engine.step()
-
-    @rule(data=st.data(), salt=st.integers(1, 5))
-    def fork(self, data, salt):
-        if len(self.engine.expected) < 8 and (seq := self.pick(data)) and seq.group not in self.engine.marching:
-            self.engine.fork(seq, salt)
-
-    @rule(data=st.data(), keep=st.floats(0, 1))
-    def rewind(self, data, keep):
-        """Take back decided tokens too, down to the prompt: goes back into cached and shared blocks."""
-        seq = self.pick(data)
-        if seq and seq.state == "running" and seq.num_new == 1 and len(seq.tokens) > seq.num_prompt:
-            self.engine.rewind(seq, seq.num_prompt + int(keep * (len(seq.tokens) - 1 - seq.num_prompt)))
-
-    @rule(data=st.data(), how=st.sampled_from(["abort", "abort id", "finish", "twice", "fail", "leave", "drop cache"]))
-    def disturb(self, data, how):
-        scheduler = self.engine.scheduler
-        if how == "fail" and scheduler.has_unfinished():
-            self.engine.step(fails=True)
-        elif how == "drop cache":
-            scheduler.drop_cache()
-            assert scheduler.stats()["cached"] == 0
-        elif how == "twice":
-            for seq in self.engine.done:
-                scheduler.abort(seq)
-                scheduler.finish(seq)
-            scheduler.abort("nobody")
-        elif how == "leave" and (seq := self.pick(data)):
-            self.engine.step(leaves=seq)
-        elif seq := self.pick(data):
-            self.engine.end(seq, scheduler.finish if how == "finish" else scheduler.abort, by_id=how == "abort id")
 
     @invariant()
     def books_balance(self):
@@ -141,46 +688,9 @@ TestSchedulerMachine.settings = settings(stateful_step_count=30, suppress_health
 def test_long_random_run(seed):
     """What the machine above does, for longer and with the weights of real life: hypothesis shrinks, this one hunts."""
     rng = random.Random(seed)
-    config = {name: rng.choice(values) for name, values in CHOICES.items()}
-    engine = engine_for(config)
-    scheduler = engine.scheduler
-    stems = [[rng.randrange(2) for _ in range(rng.randint(1, 16))] for _ in range(3)]
-    for _ in range(120):
-        live = [seq for seq in engine.expected if not seq.num_draft]
-        free = [seq for seq in live if seq.group not in engine.marching]  # of forks: those that go their own way
-        running = [seq for seq in free if seq.state == "running" and seq.num_new == 1]
-        draw = rng.random()
-        if draw < 0.23 and len(engine.expected) < 10:
-            stem = rng.choice(stems) if not engine.done or rng.random() < 0.7 else rng.choice(engine.done).tokens
-            tokens = (stem + [rng.randrange(2) for _ in range(rng.randint(0, 6))])[: scheduler.max_model_len - 1]
-            namespace = rng.choice([None, None, None, ("lora", "x"), ("salt", "x")])
-            engine.add(
-                tokens,
-                rng.randint(1, 20),
-                priority=rng.randrange(3),
-                namespace=namespace,
-                read_cache=rng.random() < 0.9,
-            )
-        elif draw < 0.27 and len(engine.expected) < 8:
-            stem = rng.choice(stems)[: scheduler.max_model_len - 1]
-            engine.march(stem, rng.randint(1, 12), rng.randint(2, 4))
-        elif draw < 0.31 and free and len(engine.expected) < 10:
-            engine.fork(rng.choice(running or free), rng.randrange(1, 6))
-        elif draw < 0.33 and running and (seq := rng.choice(running)) and len(seq.tokens) > seq.num_prompt:
-            engine.rewind(seq, rng.randint(seq.num_prompt, len(seq.tokens) - 1))
-        elif draw < 0.36 and live:
-            engine.end(rng.choice(live), rng.choice([scheduler.abort, scheduler.finish]), by_id=False)
-        elif draw < 0.37 and live:
-            engine.step(fails=True)
-        elif draw < 0.38:
-            scheduler.drop_cache()
-        elif draw < 0.40 and live:
-            engine.step(leaves=rng.choice(live))
-        else:
-            for seq in running:
-                if rng.random() < 0.4:
-                    engine.guess(seq, rng.randint(0, 3), rng.randint(1, 3))
-            engine.step()
+    engine = engine_for(rng)
+    for action in rng.choices(list(ACTIONS), ACTIONS.values(), k=120):
+        action(engine, rng)
         engine.check()
     engine.run()
     engine.check_empty()
