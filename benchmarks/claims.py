@@ -2,7 +2,7 @@
 
     python bench.py claims --out results               about ten minutes on two cores; goes on where it was interrupted
     python bench.py claims --only batching lpm --quick some of the rows, on smaller workloads
-    python bench.py claims --out results --readme README.md      also writes the README's table
+    python bench.py claims --out results --readme FILE    also writes the table into FILE, between its two marks
 
 Problem. A figure from a paper belongs to its machine, model and workload. Standing beside nothing, it says neither
 whether the mechanism works here nor what would be left to gain.

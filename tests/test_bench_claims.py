@@ -543,7 +543,7 @@ def test_sides_with_other_keys_leave_cells_empty():
 
 
 def test_committed_results_are_of_these_claims():
-    """results/ and the README's table were written by this command: the same rows, saying what the JSON says."""
+    """results/claims.md was written from results/claims.json, row by row."""
     result = json.loads((ROOT / "results" / "claims.json").read_text(encoding="utf-8"))
     assert list(result["claims"]) == list(CLAIMS) and not result["failed"]
     for name, claim in CLAIMS.items():
@@ -552,5 +552,4 @@ def test_committed_results_are_of_these_claims():
             assert row[key] == getattr(claim, key)
         assert row["same_answers"] in (True, None)
     assert as_markdown(result) == (ROOT / "results" / "claims.md").read_text(encoding="utf-8")
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert with_summary(readme, result) == readme
+    assert "(results/claims.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
