@@ -57,28 +57,58 @@ def test_setup_commands_name_the_requirements():
     assert "requirements-dev.txt" in SETUP[1] and SETUP[1].endswith("-m pytest")
 
 
+# -- the house ---------------------------------------------------------------------------------------------------
+
+
+FOLDERS = ("formats", "native", "drafting", "serving", "benchmarks")
+SHIM = "sampling_params"  # one line, for those who imported SamplingParams from it
+
+
 def reading_order() -> list[str]:
-    table = README.split("## Reading order")[1].split("\n## ")[0]
-    return re.findall(r"\(((?:\w+/)?\w+\.(?:py|cpp|h))\)", table)
+    """The files of the table, each the first link of its row."""
+    table = README.split("## Reading order")[1].split("\n### ")[0]
+    return re.findall(r"^\| \[(\w+)\.py\]", table, re.MULTILINE)
 
 
-def test_every_file_is_in_the_reading_order():
-    tracked = subprocess.run(["git", "ls-files", "*.py", "*.cpp", "*.h"], cwd=ROOT, capture_output=True, text=True)
-    ours = {f for f in tracked.stdout.split() if not re.match(r"tests/|examples/|\w+/__init__", f)}
-    assert ours == set(reading_order()) and len(reading_order()) == len(ours)
+def modules() -> dict[str, Path]:
+    files = [*ROOT.glob("*.py"), *(file for folder in FOLDERS for file in (ROOT / folder).glob("*.py"))]
+    return {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in files}
 
 
-def test_imports_run_up_the_list_only():
-    """A file imports only what stands in its row or above; what a function imports may come later (it says why)."""
-    order = [name.removesuffix(".py") for name in reading_order() if name.endswith(".py")]
-    row = {}
-    for i, line in enumerate(README.split("## Reading order")[1].split("\n## ")[0].splitlines()):
-        row |= {name.replace("/", "."): i for name in re.findall(r"\(((?:\w+/)?\w+)\.py\)", line)}
-    for name in (name.replace("/", ".") for name in order):
-        tree = ast.parse((ROOT / f"{name.replace('.', '/')}.py").read_text(encoding="utf-8"))
-        for node in tree.body:
-            targets = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom):
-                targets += [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
-            for target in targets:
-                assert row.get(target, -1) <= row[name], f"{name}.py imports {target}.py, which the README lists later"
+def imports() -> dict[str, set[str]]:
+    """Which of our modules each one imports, lazily and for types included."""
+    ours, graph = modules(), {}
+    for name, file in ours.items():
+        targets = set()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                targets |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                targets |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        graph[name] = targets & ours.keys()
+    return graph
+
+
+def test_every_concept_is_in_the_reading_order():
+    assert sorted({path.stem for path in ROOT.glob("*.py")} - {SHIM}) == sorted(reading_order())
+
+
+def test_imports_run_up_the_reading_order_only():
+    order = reading_order()
+    for name, targets in imports().items():
+        if name in order:
+            later = targets & set(order[order.index(name) + 1 :])
+            assert not later, f"{name}.py imports {later}, which the README lists later"
+
+
+def test_imports_never_run_in_a_circle():
+    graph, done = imports(), set()
+    while ready := [name for name in graph if name not in done and graph[name] <= done]:
+        done |= set(ready)
+    assert not graph.keys() - done, f"these are in a circle, or import one: {sorted(graph.keys() - done)}"
+
+
+@pytest.mark.parametrize("name", ["scheduler", "radix"])
+def test_scheduling_is_plain_python(name):
+    code = f"import sys, {name}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
