@@ -134,24 +134,10 @@ class BeamSearch:
             sequence = Sequence(list(request.prompt_ids), request.max_tokens)
             guide = request.guide and request.guide.fork()
             answer = Answer(request, index, sequence, SamplerState(request.params, request.prompt_ids), guide)
-            parts = []
             for sampled in tokens:
                 sequence.tokens.append(sampled.token)
-                parts.append(answer.accept(sampled))
+                answer.accept(sampled)
             answers.append(answer)
-            deltas.append(merged(parts))
+            ended = answer.finish_reason, answer.stop_reason
+            deltas.append(Delta(request, index, answer.text, answer.token_ids, answer.logprobs, *ended))
         return answers, deltas
-
-
-def merged(parts: list[Delta]) -> Delta:
-    """Several deltas of one answer as one."""
-    last = parts[-1]
-    return Delta(
-        last.request,
-        last.index,
-        "".join(part.text for part in parts),
-        [token for part in parts for token in part.token_ids],
-        [sampled for part in parts for sampled in part.logprobs],
-        last.finish_reason,
-        last.stop_reason,
-    )
