@@ -209,6 +209,11 @@ def summary(answers: list[Answer], seconds: float, ttft_bound: float, tpot_bound
     } | {name: {f"p{q}": percentile(values, q) for q in QUANTILES} for name, values in columns.items()}
 
 
+def in_ms(seconds: float | None) -> str:
+    """A cell of a table; "-" where no answer came."""
+    return f"{'-':>9}" if seconds is None else f"{seconds * 1e3:9.1f}"
+
+
 def table(figures: dict) -> str:
     lines = [
         f"{figures['requests']} requests ({figures['failed']} failed) in {figures['seconds']:.1f} s: "
@@ -219,7 +224,7 @@ def table(figures: dict) -> str:
     ]
     for name in ("ttft_s", "tpot_s", "inter_token_s"):
         row = [figures[name][f"p{q}"] for q in QUANTILES]
-        cells = " ".join(f"{value * 1e3:9.1f}" if value is not None else f"{'-':>9}" for value in row)
+        cells = " ".join(map(in_ms, row))
         lines.append(f"{name.removesuffix('_s'):12} {cells}")
     before, after = figures["server_bytes"]
     if before and after:
@@ -364,11 +369,11 @@ def beside(args: argparse.Namespace, url: str) -> dict:
 def as_text(result: dict) -> str:
     """What is printed without --json: of one load, of several rates, or of rounds with peers."""
     if "rates" in result:
-        lines = [f"{'rate':>8} {'tok/s':>8} {'goodput':>8}   TTFT p50, p95 ms     TPOT p50, p95 ms"]
+        lines = [f"{'rate':>8} {'failed':>7} {'tok/s':>8} {'goodput':>8}   TTFT p50, p95 ms     TPOT p50, p95 ms"]
         for row in result["rates"]:
-            times = [(row[name][q] or 0) * 1e3 for name in ("ttft_s", "tpot_s") for q in ("p50", "p95")]
-            cells = f"{times[0]:9.1f} {times[1]:9.1f}  {times[2]:9.1f} {times[3]:9.1f}"
-            lines.append(f"{row['rate']:8g} {row['tokens_s']:8.1f} {row['goodput_s']:8.2f}  {cells}")
+            a, b, c, d = (in_ms(row[name][q]) for name in ("ttft_s", "tpot_s") for q in ("p50", "p95"))
+            head = f"{row['rate']:8g} {row['failed']:7} {row['tokens_s']:8.1f} {row['goodput_s']:8.2f}"
+            lines.append(f"{head}  {a} {b}  {c} {d}")
         return "\n".join(lines)
     if "peers" not in result:
         return table(result)

@@ -1,4 +1,4 @@
-"""What a model needs and what a machine can do with it, worked out before anything is loaded.
+"""What a model needs and what a machine can do with it, computed before anything is loaded.
 
     python bench.py size --model smollm2 --quant int4 --context 2048 --concurrency 16
     python bench.py size --params 8e9 --layers 32 --kv-heads 8 --head-dim 128 --context 8192 --concurrency 16 \\
@@ -6,23 +6,16 @@
 
 The problem. "Will it fit, and how fast could it be?" is asked before a download, not after an out-of-memory error.
 
-The idea. Four formulas answer it; a clock is needed for the two rates alone, and those may be given.
+The idea. Four formulas answer it. Only the two rates need a clock, and they can be given instead.
 
-    weights         parameters x bits / 8, and 4 bytes of scale and minimum a group: int4 in groups of 32 is 5.0 bits,
-                    not 4; the embedding table and the head stay at 8 bits, as the loader keeps them
+    weights         parameters x bits / 8, and 4 bytes of scale and minimum a group: int4 in groups of 32 is 5.0 bits
     KV of a token   2 x layers x kv_heads x head_dim x bytes of an element
-    decode          tokens/s <= batch x bandwidth / (weight bytes + KV bytes of the whole batch)
+    decode          tokens/s <= batch x bandwidth / (weight bytes + KV bytes of the batch)
     prefill         seconds  >= 2 x parameters of the layers x tokens / operations a second
 
-    memory  |## weights ##|= KV of request 1 =|= request 2 =| ... |  what fits: whole blocks, as the pool hands them out
-
-With --model the tensors are counted from the config and the file's own forms, no weight is read. Without it either the
-shape is given (--hidden, --intermediate, --vocab), and counted likewise, or --params, and every weight is taken to have
-the bits of the scheme: then --hidden and --vocab alone set the 8-bit tables apart.
-
-Source: Kwon et al. 2023 (PagedAttention), section 3, for KV; benchmarks/roofline.py for the two floors.
-Left out: activations (megabytes at the default 512 tokens a step), the rotary table, and the memory of Python and torch
-themselves, a few hundred megabytes.
+With --model the tensors are counted from the config. Without it, either the shape is given (--hidden, --intermediate,
+--vocab) and counted, or --params, and every weight takes the bits of the scheme; --hidden and --vocab then set the 8-bit
+tables apart. Source: Kwon et al. 2023, section 3. Left out: activations, the rotary table, Python and torch themselves.
 """
 
 from __future__ import annotations
@@ -43,7 +36,7 @@ from checkpoint import Checkpoint, open_checkpoint
 from formats.command_line import as_command, flag, given, refuse_unused, value_of
 from formats.config import ModelConfig, tensor_shapes
 from generate import DTYPES
-from kv_paged import block_bytes, blocks_for_budget, blocks_needed, free_memory, parse_memory
+from kv_paged import block_bytes, blocks_needed, free_memory, parse_memory
 from quant_rows import SCHEMES, Scheme, parse_scheme, stored_layout
 from quantize import TABLES, resolve_scheme, scheme_for
 
@@ -134,7 +127,7 @@ def shape_of(args: argparse.Namespace) -> tuple[ModelConfig | None, Weights]:
 
 
 def size(args: argparse.Namespace) -> dict:
-    """The figures as --json prints them. Raises ValueError where the weights and one page do not fit."""
+    """The figures as --json prints them, also for a machine that is too small."""
     config, weights = shape_of(args)
     layers, kv_heads, head_dim = args.layers, args.kv_heads, args.head_dim
     context = args.context
@@ -148,13 +141,7 @@ def size(args: argparse.Namespace) -> dict:
     layout = (layers, args.block_size, kv_heads, head_dim, kv_dtype.itemsize)
     per_token, per_block = block_bytes(layers, 1, *layout[2:]), block_bytes(*layout)
     memory = args.memory or free_memory()
-    if weights.nbytes + 2 * per_block > memory:
-        raise ValueError(
-            f"the weights take {gib(weights.nbytes)} and the smallest KV pool {gib(2 * per_block)}, but the memory is "
-            f"{gib(memory)}: {gib(weights.nbytes + 2 * per_block - memory)} too little. Raise --memory, or take fewer "
-            "bits a weight (--quant int8 or int4)"
-        )
-    pool = blocks_for_budget(memory - weights.nbytes, *layout) - 1  # block 0 is padding
+    pool = max(0, (memory - weights.nbytes) // per_block - 1)  # block 0 is padding
     each = blocks_needed(context, args.block_size)  # blocks of a request at full length
     kv_bytes = (args.concurrency * each + 1) * per_block
     bandwidth, rate = measured_rates(args)
@@ -180,6 +167,7 @@ def size(args: argparse.Namespace) -> dict:
         "total_bytes": weights.nbytes + kv_bytes,
         "memory_bytes": memory,
         "fits": weights.nbytes + kv_bytes <= memory,
+        "short_bytes": max(0, weights.nbytes + kv_bytes - memory),
         "pool_tokens": pool * args.block_size,
         "max_concurrency": pool // each,
         "max_context": min(longest, config.max_position_embeddings) if args.model else longest,
@@ -208,7 +196,7 @@ def gib(nbytes: float) -> str:
 def table(f: dict) -> str:
     """The figures as text."""
     spare, several, context = f["memory_bytes"] - f["total_bytes"], str(f["concurrency"]), f"{f['context']:,}"
-    verdict = f"fits, {gib(spare)} to spare" if spare >= 0 else f"does NOT fit: {gib(-spare)} too much"
+    verdict = f"fits, {gib(spare)} to spare" if spare >= 0 else f"does not fit, short by {gib(-spare)}"
     kv = [f"{f['kv_bytes_per_token'] / 1024:,.1f} KiB a token ({f['kv_dtype']})"]
     kv += [f"{gib(f['kv_bytes_per_request'])} a request of {context} tokens", f"{gib(f['kv_bytes'])} for {several}"]
     decode = [f"{floor:,.1f} tok/s for {batch}" for batch, floor in f["decode_floor_tok_s"].items()]
@@ -218,7 +206,8 @@ def table(f: dict) -> str:
         "KV": ", ".join(kv),
         "in all": f"{gib(f['total_bytes'])} of {gib(f['memory_bytes'])}: {verdict}",
         "what fits": f"{f['max_concurrency']:,} requests of {context} tokens, or {several} of {f['max_context']:,}; "
-        f"{f['pool_tokens']:,} tokens in all",
+        f"{f['pool_tokens']:,} tokens in all"
+        + ("" if f["pool_tokens"] else ": take fewer bits a weight (--quant int8 or int4) or more --memory"),
         "decode": f"at most {' and '.join(decode)} at full context ({f['bandwidth_gb_s']:,} GB/s)",
         "prefill": f"at least {f['prefill_floor_s']:,.2f} s for {context} tokens, "
         f"{f['prefill_floor_tok_s']:,.1f} tok/s ({f['gflops']:,} billion operations a second)",

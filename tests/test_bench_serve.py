@@ -67,6 +67,14 @@ def test_latency_against_load(server, capsys):
     assert bench_serve.main(flags) == 0 and "TTFT p50, p95" in capsys.readouterr().out
 
 
+def test_a_rate_at_which_every_request_fails_has_no_times(server, capsys):
+    flags = ["--url", server.url, "--rates", "100", "--prompt", "2000", "--requests", "2"]
+    assert bench_serve.main(flags) == 1
+    head, row = capsys.readouterr().out.splitlines()
+    assert head.split()[:4] == ["rate", "failed", "tok/s", "goodput"]
+    assert row.split() == ["100", "2", "0.0", "0.00", "-", "-", "-", "-"]
+
+
 def test_a_peer_takes_turns_with_the_server(server, tmp_path, capsys):
     log, peer = tmp_path / "log", tmp_path / "peer.py"
     peer.write_text(
@@ -146,7 +154,7 @@ TEXT = '{"choices": [{"delta": {"content": "x"}}]}'
         (chunked(TEXT)[:-5], "ValueError"),
     ],
 )
-def test_F66_what_another_server_says_is_no_traceback(reply, cause):
+def test_what_another_server_says_is_no_traceback(reply, cause):
     async def exchange() -> Answer:
         async def serve(reader, writer):
             await reader.readuntil(b"\r\n\r\n")

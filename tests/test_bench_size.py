@@ -110,17 +110,24 @@ def test_text_says_what_fits(capsys):
     flags = ["size", "--params", "8e9", *SHAPE, "--concurrency", "32", "--quant", "int4", "--kv-dtype", "fp16"]
     assert bench.main([*flags, "--memory", "24G", *RATES]) == 0
     text = capsys.readouterr().out
-    assert "does NOT fit: 12.66 GiB too much" in text and "19 requests of 8,192 tokens, or 32 of 4,944" in text
+    assert "does not fit, short by 12.66 GiB" in text and "19 requests of 8,192 tokens, or 32 of 4,944" in text
+
+
+def test_a_machine_that_is_too_small_is_answered_too(capsys):
+    """The calculator is for machines one does not have: the sizes, and what is missing."""
+    flags = ["--params", "8e9", *SHAPE, "--concurrency", "16", "--kv-dtype", "fp16", "--memory", "4G"]
+    found = size(capsys, *flags)
+    assert not found["fits"] and found["pool_tokens"] == found["max_concurrency"] == found["max_context"] == 0
+    assert found["weight_bytes"] == 32e9 and found["kv_bytes"] == pytest.approx(16 * 2**30, rel=1e-3)
+    assert found["short_bytes"] == found["total_bytes"] - found["memory_bytes"]
+    assert bench.main(["size", *flags, *RATES]) == 0
+    text = capsys.readouterr().out
+    assert "does not fit, short by 41.80 GiB" in text and "0 tokens in all: take fewer bits" in text
 
 
 @pytest.mark.parametrize(
     "flags, said",
     [
-        (
-            ["--params", "8e9", *SHAPE, "--memory", "4G", "--dtype", "fp16"],
-            "14.90 GiB and the smallest KV pool 4.0 MiB",
-        ),
-        (["--params", "8e9", *SHAPE, "--memory", "4G", "--dtype", "fp16"], "10.9"),
         (["--params", "8e9", "--layers", "32"], "--kv-heads, --head-dim, --context missing"),
         (SHAPE, "--hidden, --intermediate, --vocab missing"),
         (["--params", "8e9", *SHAPE, "--hidden", "64"], "give both or none"),
