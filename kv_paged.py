@@ -87,16 +87,14 @@ class BlockPool:
         """One more owner for each block."""
         refs = self.refs
         for block in blocks:
-            if block == 0 or refs[block] == 0:
-                raise RuntimeError(f"block {block} is not in use and cannot be shared: a bug in the caller")
+            assert block and refs[block], f"block {block} is not in use and cannot be shared"
             refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
         """One owner less for each block; a block without owners is free again."""
         refs, free = self.refs, self._free
         for block in blocks:
-            if block == 0 or refs[block] == 0:
-                raise RuntimeError(f"block {block} released more often than taken: a bug in the caller")
+            assert block and refs[block], f"block {block} is released more often than taken"
             refs[block] -= 1
             if refs[block] == 0:
                 free.append(block)

@@ -232,8 +232,7 @@ class RadixCache:
 
     def _unlock_one(self, node: Node) -> Node | None:
         """One lock less on this node alone; returns its parent."""
-        if node.locks == 0:
-            raise RuntimeError("prefix cache unlocked more often than locked: a bug in the caller")
+        assert node.locks, "unlocked more often than locked"
         parent = node.parent
         node.locks -= 1
         node.last_used = next(self._clock)

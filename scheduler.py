@@ -34,7 +34,7 @@ from radix import Node, RadixCache
 PREEMPTIONS = ("recompute", "swap")
 WATERMARK = 0.01  # share of the pool that an admission leaves free, so that a newcomer is not preempted at once
 LPM_WINDOW = 32  # waiting sequences that lpm compares: comparing all of them every step would cost more than it saves
-LPM_PATIENCE = 16  # times the oldest of them may be passed over: nobody waits for more than 17 for each one before it
+LPM_PATIENCE = 16  # times the oldest may be passed over: place k is served after k * (LPM_PATIENCE + 1) admissions
 
 _numbers = count()
 
@@ -134,9 +134,6 @@ class Step:
         return " | ".join(out)
 
 
-# ---- who of the waiting goes next
-
-
 class Waiting:
     """The waiting sequences, the next one last: taking it costs the same with 100,000 behind it as with ten.
 
@@ -167,10 +164,6 @@ class Waiting:
         return [seq for _, seq in self._queue[: -n - 1 : -1]]
 
 
-def in_order(waiting: Waiting, cache: RadixCache | None) -> Sequence:
-    return waiting.first(1)[0]
-
-
 def longest_prefix(waiting: Waiting, cache: RadixCache | None) -> Sequence:
     """The one with the most cached tokens; the oldest after LPM_PATIENCE others went before it."""
     (oldest,) = waiting.first(1)
@@ -185,8 +178,8 @@ class Policy(NamedTuple):
 
 
 POLICIES = {
-    "fcfs": Policy(lambda seq: 0, in_order),
-    "priority": Policy(lambda seq: seq.priority, in_order),
+    "fcfs": Policy(lambda seq: 0, lambda waiting, cache: waiting.first(1)[0]),
+    "priority": Policy(lambda seq: seq.priority, lambda waiting, cache: waiting.first(1)[0]),
     "lpm": Policy(lambda seq: 0, longest_prefix),
 }
 
@@ -248,8 +241,8 @@ class Scheduler:
                 f"tokens, but the whole pool holds {capacity}; lower max_tokens or max_model_len, or raise --kv-memory"
             )
         self.sequences[seq.id] = seq
-        seq.rank = (self.policy.level(seq), seq.arrival, seq.number, seq.number)
-        self._wait(seq)
+        seq.rank, seq.state = (self.policy.level(seq), seq.arrival, seq.number, seq.number), "waiting"
+        self.waiting.push(seq)
 
     def finish(self, seq: Sequence) -> None:
         """End a sequence: the cache keeps its full blocks, the rest is free. Ended already: nothing happens."""
@@ -295,7 +288,8 @@ class Scheduler:
             self.tables.fork(seq, child)
             self._run(child)
         else:
-            self._wait(child)
+            child.state = "waiting"
+            self.waiting.push(child)
         return child
 
     def _can_share(self, parent: Sequence) -> bool:
@@ -336,8 +330,7 @@ class Scheduler:
             for seq in self._lowest_ranked():
                 self._preempt(seq, step)
             self._admit(step)
-        if self.waiting and not step.entries:
-            raise RuntimeError("no waiting sequence fits an empty pool: one was extended beyond what add() allowed")
+        assert step.entries or not self.waiting, "a sequence was extended beyond what add() allowed"
         step.balance = (self.pool.num_free, self.tables.cached, self.pool.total, len(self.running), len(self.waiting))
         return step
 
@@ -357,11 +350,10 @@ class Scheduler:
             n = len(seq.tokens) - start
             if n - seq.num_draft > 1:
                 behind.append(seq)
+            elif n and n <= step.budget and start + n <= len(table) * size and refs[table[start // size]] == 1:
+                step.add(seq, n)  # nearly always so: it alone owns the block it writes (a preempted one has no table)
             elif n:
-                if n <= step.budget and start + n <= len(table) * size and refs[table[start // size]] == 1:
-                    step.add(seq, n)  # it owns the block it writes: nearly always so, and no preempted one has a table
-                else:
-                    self._continue(seq, step)
+                self._continue(seq, step)
         return behind
 
     def _continue(self, seq: Sequence, step: Step) -> None:
@@ -394,11 +386,11 @@ class Scheduler:
             self.swaps += 1
             step.swap_out.append((seq, used))
         else:
-            seq.lost, seq.num_computed = seq.num_computed, 0
+            seq.state, seq.lost, seq.num_computed = "waiting", seq.num_computed, 0
         seq.preemptions += 1
         self.preemptions += 1
         step.preempted.append(seq)
-        self._wait(seq)
+        self.waiting.push(seq)
 
     def _lowest_ranked(self) -> list[Sequence]:
         return self.running[-1:]
@@ -437,11 +429,6 @@ class Scheduler:
         self._run(seq)
         step.add(seq, n)
         return True
-
-    def _wait(self, seq: Sequence) -> None:
-        if seq.state != "swapped":
-            seq.state = "waiting"
-        self.waiting.push(seq)
 
     def _run(self, seq: Sequence) -> None:
         seq.state = "running"

@@ -8,15 +8,13 @@ clock, let each step cost what a formula says, and let the "model" say any token
 
     arrivals (Poisson) ──► scheduler.schedule() ──► clock += step + token * tokens + context * context + swap * blocks
              ▲                                               │
-             └── next turn, after some thinking ◄── finish ◄─┴─► append a token, note TTFT, TPOT
+             └── next turn, after some thinking ◄── finish ◄─┴─► append a token, record TTFT and TPOT
 
     python scheduler.py --simulate --requests 1000000     ten million steps in 5 1/2 minutes, 19 us to plan each
-    python scheduler.py --cost                            a step planned with 10 / 1,000 / 100,000 waiting, 32 running:
-                                                          fcfs 44 / 45 / 50 us, lpm 78 / 90 / 94 us
+    python scheduler.py --cost                            a step planned with 10 / 1,000 / 100,000 waiting, 32 running
 
 Lengths are lognormal, as in chat traces; shared prefixes are drawn by Zipf's law; a conversation's next prompt is all
 of the one before and more. The constants of the cost formula are flags: fit them to a machine with `bench.py decode`.
-
 Left out: the model's own overhead between steps, network time, and any claim that the default constants are yours.
 """
 
@@ -51,6 +49,7 @@ class Request:
     answer: int  # tokens it will generate
     mark: int  # the token it "generates": its own, so that only true continuations share a prefix
     turns_left: int
+    opening: bool  # the first turn of its conversation
     admitted: float = -1.0
     first_token: float = -1.0
 
@@ -63,10 +62,10 @@ class Workload:
         self.made = 0
         self.unused = 0  # token ids below this are taken: every fresh text is new to the cache
         self.clock = 0.0
-        self.turns: list[tuple[float, int, Request]] = []  # heap of next turns
+        self.coming: list[tuple[float, int, Request]] = []  # heap of the next opening and of next turns
         self.prefixes = [self._fresh(args.prefix_len) for _ in range(args.prefixes)]
         self.popularity = list(accumulate(1 / (rank + 1) for rank in range(args.prefixes)))
-        self.next_fresh = self._conversation()
+        self._open_conversation()
 
     def _fresh(self, n: int) -> list[int]:
         self.unused += n
@@ -76,15 +75,16 @@ class Workload:
         spread = self.args.length_spread
         return max(1, min(most, round(self.random.lognormvariate(log(mean) - spread**2 / 2, spread))))
 
-    def _request(self, arrival: float, tokens: list[int], turns_left: int) -> Request:
+    def _request(self, arrival: float, tokens: list[int], turns_left: int, opening: bool) -> None:
         self.made += 1
         room = self.args.max_model_len - len(tokens)
         answer = self._length(self.args.output_mean, min(room, self.args.max_tokens))
-        return Request(arrival, tokens, answer, -self.made, turns_left)
+        request = Request(arrival, tokens, answer, -self.made, turns_left, opening)
+        heapq.heappush(self.coming, (arrival, self.made, request))
 
-    def _conversation(self) -> Request | None:
+    def _open_conversation(self) -> None:
         if self.made >= self.args.requests:
-            return None
+            return
         self.clock += self.random.expovariate(self.args.rate)
         shared = []
         if self.prefixes and self.random.random() < self.args.prefix_share:
@@ -93,24 +93,22 @@ class Workload:
         turns = 1
         while turns < 50 and self.random.random() > 1 / self.args.turns:
             turns += 1
-        return self._request(self.clock, shared + self._fresh(own), turns - 1)
+        self._request(self.clock, shared + self._fresh(own), turns - 1, opening=True)
 
     def next_turn(self, request: Request, tokens: list[int], now: float) -> None:
         """The user has read the answer and asks on, unless the context is full or enough requests were made."""
         own = self._length(self.args.prompt_mean, self.args.max_model_len)
         if request.turns_left and self.made < self.args.requests and len(tokens) + own < self.args.max_model_len:
             arrival = now + self.random.expovariate(1 / self.args.think_time)
-            turn = self._request(arrival, tokens + self._fresh(own), request.turns_left - 1)
-            heapq.heappush(self.turns, (arrival, self.made, turn))
+            self._request(arrival, tokens + self._fresh(own), request.turns_left - 1, opening=False)
 
     def next_arrival(self) -> float | None:
-        times = [r.arrival for r in (self.next_fresh, self.turns[0][2] if self.turns else None) if r is not None]
-        return min(times, default=None)
+        return self.coming[0][0] if self.coming else None
 
     def take(self) -> Request:
-        if self.turns and (self.next_fresh is None or self.turns[0][0] <= self.next_fresh.arrival):
-            return heapq.heappop(self.turns)[2]
-        request, self.next_fresh = self.next_fresh, self._conversation()
+        _, _, request = heapq.heappop(self.coming)
+        if request.opening:
+            self._open_conversation()
         return request
 
 
@@ -291,22 +289,49 @@ def print_planning_cost(as_json: bool) -> None:
 def print_report(report: dict) -> None:
     for name, value in report.items():
         if isinstance(value, dict):
-            value = "  ".join(f"{key} {number:.4f}" for key, number in value.items())
-        elif isinstance(value, float):
-            value = f"{value:,.3f}"
+            text = "  ".join(f"{key} {number:.4f}" for key, number in value.items())
         else:
-            value = f"{value:,}"
-        print(f"{name:22}{value}")
+            text = f"{value:,.3f}" if isinstance(value, float) else f"{value:,}"
+        print(f"{name:22}{text}")
 
 
-TINY, HUGE = 1e-9, 1e9
-LIMITS = {  # (least, most) of the flags; nan lies outside all of them
-    **dict.fromkeys(("requests", "max_tokens", "turns", "check_every"), (1, HUGE)),
-    **dict.fromkeys(("rate", "prompt_mean", "output_mean", "think_time"), (TINY, HUGE)),
-    **dict.fromkeys(("step_cost", "token_cost", "context_cost", "swap_cost"), (0, HUGE)),
-    "length_spread": (0, 10),
-    "prefixes": (0, 100_000),
-    "prefix_share": (0, 1),
+TINY, HUGE, ANY = 1e-9, 1e9, float("inf")
+FLAGS = {  # flag: (default, least, most, help); nan lies outside all of them
+    "workload": {
+        "requests": (10_000, 1, HUGE, None),
+        "rate": (5.0, TINY, HUGE, "new conversations a second"),
+        "seed": (0, -ANY, ANY, None),
+        "prompt-mean": (160.0, TINY, HUGE, "tokens of a request's own text"),
+        "output-mean": (64.0, TINY, HUGE, "tokens of an answer"),
+        "length-spread": (0.8, 0, 10, "sigma of the lognormal lengths"),
+        "max-tokens": (512, 1, HUGE, "limit that requests ask for"),
+        "prefixes": (20, 0, 100_000, "distinct shared prefixes (0: none)"),
+        "prefix-len": (256, 1, HUGE, None),
+        "prefix-share": (0.5, 0, 1, "share of conversations with a shared prefix"),
+        "turns": (1.5, 1, HUGE, "mean turns of a conversation"),
+        "think-time": (10.0, TINY, HUGE, "mean seconds between turns"),
+    },
+    "engine": {
+        "num-blocks": (513, 2, HUGE, None),
+        "block-size": (16, 1, HUGE, None),
+        "max-num-seqs": (32, 1, HUGE, None),
+        "max-num-batched-tokens": (512, 1, HUGE, None),
+        "max-model-len": (2048, 2, HUGE, None),
+    },
+    "seconds of simulated time": {
+        "step-cost": (4e-3, 0, HUGE, "per step: the weights are read once"),
+        "token-cost": (2e-4, 0, HUGE, "per token computed"),
+        "context-cost": (5e-7, 0, HUGE, "per token of context read by attention"),
+        "swap-cost": (1e-4, 0, HUGE, "per block moved to or from the host"),
+    },
+    "options": {"check-every": (10_000, 1, HUGE, "steps between two full checks of the books")},
+}
+CHOICES = {
+    "policy": list(POLICIES),
+    "prefix-cache": [*PREFIX_CACHES, "none"],
+    "preemption": PREEMPTIONS,
+    "batching": BATCHINGS,
+    "reserve": RESERVES,
 }
 
 
@@ -320,42 +345,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     mode.add_argument("--cost", action="store_true", help="measure what planning a step costs as the queue grows")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--trace", action="store_true", help="print a line per step")
-    work = parser.add_argument_group("workload")
-    work.add_argument("--requests", type=int, default=10_000)
-    work.add_argument("--rate", type=float, default=5.0, help="new conversations a second")
-    work.add_argument("--seed", type=int, default=0)
-    work.add_argument("--prompt-mean", type=float, default=160.0, help="tokens of a request's own text")
-    work.add_argument("--output-mean", type=float, default=64.0, help="tokens of an answer")
-    work.add_argument("--length-spread", type=float, default=0.8, help="sigma of the lognormal lengths")
-    work.add_argument("--max-tokens", type=int, default=512, help="limit that requests ask for")
-    work.add_argument("--prefixes", type=int, default=20, help="distinct shared prefixes (0: none)")
-    work.add_argument("--prefix-len", type=int, default=256)
-    work.add_argument("--prefix-share", type=float, default=0.5, help="share of conversations with a shared prefix")
-    work.add_argument("--turns", type=float, default=1.5, help="mean turns of a conversation")
-    work.add_argument("--think-time", type=float, default=10.0, help="mean seconds between turns")
-    engine = parser.add_argument_group("engine")
-    engine.add_argument("--num-blocks", type=int, default=513)
-    engine.add_argument("--block-size", type=int, default=16)
-    engine.add_argument("--max-num-seqs", type=int, default=32)
-    engine.add_argument("--max-num-batched-tokens", type=int, default=512)
-    engine.add_argument("--max-model-len", type=int, default=2048)
-    engine.add_argument("--policy", choices=list(POLICIES), default="fcfs")
-    engine.add_argument("--prefix-cache", choices=[*PREFIX_CACHES, "none"], default="radix")
-    engine.add_argument("--preemption", choices=PREEMPTIONS, default="recompute")
-    engine.add_argument("--no-chunked", action="store_true", help="compute a prompt in one step or not at all")
-    engine.add_argument("--batching", choices=BATCHINGS, default="continuous")
-    engine.add_argument("--reserve", choices=RESERVES, default="paged")
-    costs = parser.add_argument_group("seconds of simulated time")
-    costs.add_argument("--step-cost", type=float, default=4e-3, help="per step: the weights are read once")
-    costs.add_argument("--token-cost", type=float, default=2e-4, help="per token computed")
-    costs.add_argument("--context-cost", type=float, default=5e-7, help="per token of context read by attention")
-    costs.add_argument("--swap-cost", type=float, default=1e-4, help="per block moved to or from the host")
-    parser.add_argument("--check-every", type=int, default=10_000, help="steps between two full checks of the books")
+    for title, flags in FLAGS.items():
+        group = parser if title == "options" else parser.add_argument_group(title)
+        for name, (default, _, _, text) in flags.items():
+            group.add_argument(f"--{name}", type=type(default), default=default, help=text)
+        if title == "engine":
+            for name, choices in CHOICES.items():
+                group.add_argument(f"--{name}", choices=choices, default=choices[0])
+            group.add_argument("--no-chunked", action="store_true", help="compute a prompt in one step or not at all")
     args = parser.parse_args(argv)
-    for name, (least, most) in LIMITS.items():
-        if not least <= getattr(args, name) <= most:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be from {least:g} to {most:g}")
-    if not 0 < args.prefix_len < args.max_model_len - 1:
+    for name, (_, least, most, _) in (item for flags in FLAGS.values() for item in flags.items()):
+        value = getattr(args, name.replace("-", "_"))
+        if not least <= value <= most:
+            parser.error(f"--{name} {value}: must be from {least:g} to {most:g}")
+    if args.prefix_len >= args.max_model_len - 1:
         parser.error(f"--prefix-len {args.prefix_len}: must be positive and leave room in --max-model-len")
     words = given(parser, argv, args)
     refuse_unused(
