@@ -34,13 +34,13 @@ import kernels
 from beam import BeamSearch
 from compiled import ModelRunner
 from formats.command_line import warn
-from guided import Guides
 from kv_paged import blocks_needed
 from model import Batch
 from request import Answer, Delta, Request
 from sampling import Sampled, SamplerState, SamplingParams, prompt_logprobs, sample
 from scheduler import Scheduler, Sequence, Step
 from speculative import Drafts, verdict
+from structured import Guides
 from tokenizer import Tokenizer
 
 

@@ -15,8 +15,8 @@ for; then all programs that are run together fill their holes in one batch, each
     p.join(branches)      p["plan"] is now the list of plans, p["score"] of scores
 
 `select` asks which text is likeliest. For each candidate the engine is made to "generate" exactly that text (a choice
-of one: all its tokens are forced, computed in one step and given their log-probabilities, see guided.py), and the best
-mean log-probability per token wins.
+of one: all its tokens are forced, computed in one step and given their log-probabilities, see structured.py), and the
+best mean log-probability per token wins.
 
 Seams. Each part is tokenised by itself, so that the tokens of a trunk are the beginning of those of its branches. A
 blank belongs to the beginning of the word after it: write "Answer:" and not "Answer: " before a hole.

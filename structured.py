@@ -1,97 +1,74 @@
-"""Structured output: an automaton over bytes becomes, at every step, the set of tokens that may come next.
+"""Structured output: a regex, a JSON schema or a grammar becomes, at every step, the set of tokens that may come next.
 
-Problem. A model asked for JSON gives JSON most of the time. Checking afterwards and asking again costs whole answers;
-the way to be certain is to take away, before each draw, every token after which the text could no longer be
-completed. A vocabulary has 50 000 tokens, and a step has a millisecond or so to spare.
+Problem. A model asked for JSON gives JSON most of the time. The way to be certain is to take away, before each draw,
+every token after which the text could no longer be completed. A vocabulary has 50 000 tokens, a step few milliseconds.
 
-Idea. All that matters of the text so far is one DFA state. The tokens form a trie: stepping the automaton once over
-all nodes of the trie, level by level, tells for all tokens at once in which state they would leave it; those that
-leave it alive are allowed. The answer depends on the state only, so each state is worked out once and kept.
+Idea. For a regular language, all that matters of the text so far is one state of an automaton (automata.py). The tokens
+form a trie; stepping the automaton over it, level by level, tells for all tokens at once where they would lead:
 
       state 7, expecting   (true|null)          trie level 1     level 2      level 3 ...
       "t" "n" "tr" "true" "nul" "x" ...         t->8  n->9  x->dead
                                                        tr->10  nu->11 ...
-      mask(7)  = 1 for t, tr, true, n, nul, null; 0 for the rest; end-of-sequence is 1 only where the automaton accepts.
+      mask(7)  = 1 for t, tr, true, n, nul, null; 0 for the rest; end-of-sequence is 1 only where the text may end.
 
-Jump-forward. Where only one continuation exists (`{"name": "` in most schemas), nothing needs to be sampled: the
-bytes are known and their tokens are appended and computed in one step, like a prompt. Which tokens? Those the
-tokenizer itself would write, since the model was trained on them. So the forced run is encoded together with the text
-before it and with some of the texts that may follow it, and only tokens on which all these encodings agree, and which
-lie wholly inside the run, are appended (`TokenGuide.jump`).
+The mask depends on the state only and is kept. JSON Schema and context-free grammars need a stack instead of a state,
+and have a library for it (llguidance). Both are matchers with the same methods, and a `Guide` walks one for an answer.
 
-Never a dead end. Every state of the automaton can reach acceptance by bytes. By TOKENS it can if each byte is a token
-of its own, as in byte-level vocabularies; for others `TokenGuide` works out from which states the vocabulary can
-still finish, and leaves out tokens that lead elsewhere.
+Jump-forward. Where only one continuation exists (`"name": "` in most schemas) nothing is sampled: the tokens of the
+forced bytes are appended and computed in one step, like a prompt. Those tokens are the ones the tokenizer itself would
+write: the run is encoded with the text before it and with several texts that may follow, and kept as far as all agree.
 
-Sources: Willard and Louf, Efficient Guided Generation for Large Language Models (2023), section 3, for the index of
-states; Zheng et al., SGLang (2024), section 4, "Efficient Constrained Decoding with Compressed Finite State Machine",
-for the jumps.
-
-Left out: context-free grammars with a stack (nesting is bounded instead), and masks on the accelerator.
+Sources: Willard and Louf, Efficient Guided Generation for Large Language Models (2023), section 3; Zheng et al., SGLang
+(2024), section 4. Left out: masks on the accelerator, and masks computed beside the model's step.
 """
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
 
 import numpy as np
 import torch
 
-from dfa import DEAD, START, Dfa, to_dfa
-from json_schema import compile_json_schema
-from regex_syntax import parse
-from regular import GrammarError, alt, text
+from automata import DEAD, START, Dfa, GrammarError, compile_choice, compile_regex
+from formats.grammars import GrammarMatcher, Vocabulary, compile_grammar
+from sampling import SamplingParams
+from tokenizer import Tokenizer
 
-__all__ = [
-    "GrammarError",
-    "TokenGuide",
-    "TokenTrie",
-    "compile_choice",
-    "compile_json_schema",
-    "compile_regex",
-    "guide_for",
-]
-
-KEPT_MASKS = 1024  # per guide; 48 MiB for 49 152 tokens
+COMPILED_BYTES = 128 << 10  # what a compiled grammar takes beside 16 times its text
+CACHE_BYTES = 64 << 20  # for everything compiled, and for the masks of automata
 UNSURE_STATES = 4096  # states worked out token by token where single bytes are missing from the vocabulary
+MAX_RUN = 512  # bytes appended at once; a longer run goes on behind them
 PROBES = 12  # different next bytes tried after a forced run
-CONTEXT = 64  # characters of earlier text that are encoded again in front of a forced run
+TAIL = 32  # tokens of earlier text that are encoded again in front of a forced run
 
 
-def compile_regex(pattern: str) -> Dfa:
-    """The texts t with re.fullmatch(pattern, t). Raises GrammarError; `regex_syntax.py` states the dialect."""
-    dfa = to_dfa(parse(pattern))
-    if dfa.is_empty:
-        raise GrammarError(f"regex {pattern[:60]!r} matches no text at all; check its character classes")
-    return dfa
+class ByteCache:
+    """The values used last, as many as fit into `budget` bytes."""
 
+    def __init__(self, budget: int = CACHE_BYTES) -> None:
+        self.budget, self.size = budget, 0
+        self._entries: OrderedDict[tuple, tuple[object, int]] = OrderedDict()
+        self._lock = threading.Lock()  # a server compiles beside the engine's thread
 
-def compile_choice(choices: Sequence[str]) -> Dfa:
-    """Exactly one of the given texts."""
-    if isinstance(choices, str) or not choices or not all(isinstance(c, str) for c in choices):
-        raise GrammarError(f"choice must be a non-empty list of strings, not {str(choices)[:60]!r}")
-    for choice in choices:
-        if any(0xD800 <= ord(c) <= 0xDFFF for c in choice):
-            raise GrammarError(f"choice {choice[:60]!r} holds half a surrogate pair, which UTF-8 cannot write")
-    return to_dfa(alt(*map(text, choices)))
-
-
-COMPILERS: dict[str, Callable[[str], Dfa]] = {
-    "regex": compile_regex,
-    "json_schema": compile_json_schema,
-    "choice": lambda listed: compile_choice(json.loads(listed)),
-}
-
-
-@lru_cache(maxsize=64)
-def guide_for(kind: str, source: str, trie: TokenTrie, eos_ids: tuple[int, ...]) -> TokenGuide:
-    """The guide of a constraint, built once per (kind, text, tokenizer). Raises GrammarError.
-
-    kind: "regex" (source: the pattern), "json_schema" (the schema as JSON text), "choice" (a JSON list of strings)."""
-    return TokenGuide(COMPILERS[kind](source), trie, eos_ids)
+    def get(self, key: tuple, make: Callable[[], tuple[object, int]]):
+        """The value of a key. `make` returns it with its size in bytes if it has to be made."""
+        with self._lock:
+            if key in self._entries:
+                self._entries.move_to_end(key)
+                return self._entries[key][0]
+        value, size = make()
+        with self._lock:
+            if key not in self._entries:
+                self._entries[key] = value, size
+                self.size += size
+            while self.size > self.budget and len(self._entries) > 1:
+                self.size -= self._entries.popitem(last=False)[1][1]
+        return value
 
 
 class TokenTrie:
@@ -101,15 +78,15 @@ class TokenTrie:
 
     def __init__(self, vocab: Sequence[bytes]) -> None:
         self.vocab = list(vocab)
-        ids = sorted((i for i, piece in enumerate(self.vocab) if piece), key=self.vocab.__getitem__)
-        length = np.array([len(self.vocab[i]) for i in ids], np.int64)  # [tokens]
+        self.writes = np.array([bool(piece) for piece in self.vocab])  # bool [V]
+        self.order = np.array(sorted(np.flatnonzero(self.writes).tolist(), key=self.vocab.__getitem__), np.int64)
+        length = np.array([len(self.vocab[i]) for i in self.order], np.int64)  # [tokens]
         offset = np.cumsum(length) - length
-        joined = np.frombuffer(b"".join(self.vocab[i] for i in ids) or b"\0", np.uint8)
+        joined = np.frombuffer(b"".join(self.vocab[i] for i in self.order) or b"\0", np.uint8)
+        self.first_byte = joined[offset] if len(offset) else joined[:0]  # uint8 [tokens], ascending
         self.levels: list[tuple[np.ndarray, np.ndarray]] = []  # per level: parent (in the level above), byte
-        self.end_node = np.zeros(
-            len(self.vocab), np.int64
-        )  # [V] node at which a token ends, counted over all levels; 0 = none
-        ids, alive, node, total = np.array(ids, np.int64), np.arange(len(ids)), np.zeros(len(ids), np.int64), 1
+        self.end_node = np.zeros(len(self.vocab), np.int64)  # [V] where a token ends, over all levels; 0 = nowhere
+        alive, node, total = np.arange(len(self.order)), np.zeros(len(self.order), np.int64), 1
         while len(alive):
             byte = joined[offset[alive] + len(self.levels)]
             key = node[alive] * 256 + byte  # sorted, because the tokens are: equal prefixes are neighbours
@@ -117,90 +94,73 @@ class TokenTrie:
             node[alive] = np.cumsum(new) - 1
             self.levels.append((key[new] // 256, byte[new]))
             ending = alive[length[alive] == len(self.levels)]
-            self.end_node[ids[ending]] = total + node[ending]
+            self.end_node[self.order[ending]] = total + node[ending]
             total += int(new.sum())
             alive = alive[length[alive] > len(self.levels)]
         self.num_nodes = total
         self.single_bytes = {piece[0] for piece in self.vocab if len(piece) == 1}
+        self.id_of = {self.vocab[i]: i for i in self.order.tolist()}
 
     @classmethod
-    def from_tokenizer(cls, tokenizer, size: int | None = None) -> TokenTrie:
-        """From token_bytes(id), is_special(id) and vocab_size; `size` = the width of the logits if that is larger."""
-        known = tokenizer.vocab_size
+    def from_tokenizer(cls, tokenizer: Tokenizer, size: int) -> TokenTrie:
+        """The first `size` ids: those that logits are computed for, which may be more or fewer than the tokenizer's."""
+        known = min(size, tokenizer.vocab_size)
         pieces = [b"" if tokenizer.is_special(i) else tokenizer.token_bytes(i) for i in range(known)]
-        return cls(pieces + [b""] * ((size or known) - known))
+        return cls(pieces + [b""] * (size - known))
+
+    def within(self, ids: list[int], text: bytes, begin: int, end: int) -> list[int]:
+        """Of the tokens that write `text`, those that lie in text[begin:end], if one of them begins there exactly."""
+        pieces = [self.vocab[i] if 0 <= i < len(self.vocab) else b"" for i in ids]
+        joined = b"".join(pieces)
+        blank = int(joined.startswith(b" ") and joined[1 : end + 1] == text[:end])  # some tokenizers put one in front
+        if joined[blank : end + blank] != text[:end]:
+            return []
+        at, inside = -blank, []
+        for token, piece in zip(ids, pieces, strict=True):
+            if piece and (inside or at == begin) and at + len(piece) <= end:
+                inside.append(token)
+            at += len(piece)
+        return inside
+
+    def examples(self, allowed: np.ndarray) -> list[int]:
+        """A few of the allowed tokens, with different first bytes."""
+        ids = self.order[allowed[self.order]]
+        last_of_byte = np.flatnonzero(np.diff(self.first_byte[allowed[self.order]], append=np.uint8(0)))
+        return [int(ids[i]) for i in last_of_byte[:: max(1, len(last_of_byte) // PROBES)]]
 
 
-class TokenGuide:
-    """Walks one automaton with the tokens of one vocabulary. It belongs to no request: a state is an int, 0 is dead."""
+class TokenAutomaton:
+    """One automaton and one vocabulary: which tokens may follow in which state. It belongs to no request."""
 
-    start = START
+    _numbers = itertools.count()
 
-    def __init__(self, dfa: Dfa, vocab: Sequence[bytes] | TokenTrie, eos_ids: Iterable[int]) -> None:
-        self.dfa = dfa
-        self.trie = vocab if isinstance(vocab, TokenTrie) else TokenTrie(vocab)
-        self.eos_ids = tuple(eos_ids)
-        self._eos = np.array([i for i in self.eos_ids if 0 <= i < len(self.trie.vocab)], np.int64)
-        if not len(self._eos):
-            raise GrammarError(
-                f"no end-of-sequence id within the vocabulary (given: {self.eos_ids}): nothing could ever end"
-            )
-        self._masks: OrderedDict[int, torch.Tensor] = OrderedDict()
-        self._runs: dict[int, tuple[bytes, int]] = {}
-        self._followers: dict[int, list[str]] = {}
+    def __init__(self, dfa: Dfa, trie: TokenTrie, cache: ByteCache) -> None:
+        self.dfa, self.trie, self.cache = dfa, trie, cache
+        self.number = next(self._numbers)  # names its masks in the cache, without keeping it there itself
+        bytes_of_class = np.bincount(dfa.byte_class, minlength=dfa.table.shape[1])
+        leaving = (dfa.table != DEAD) @ bytes_of_class  # [states] how many different bytes may come next
+        first = np.array([np.flatnonzero(dfa.byte_class == c)[0] for c in range(dfa.table.shape[1])])
+        only = first[(dfa.table != DEAD).argmax(1)]
+        self.only_byte = np.where((leaving == 1) & ~dfa.accepting, only, -1).astype(np.int16)  # [states]
         self.can_finish = self._finishing()  # bool [states]
         if not self.can_finish[START]:
             raise GrammarError(
                 "this vocabulary cannot write any text that the constraint allows: bytes are missing from it"
             )
 
-    # The state after a token, and which tokens there may be
+    @property
+    def nbytes(self) -> int:
+        return self.dfa.table.nbytes + 4 * len(self.can_finish) + 4096
 
-    def advance(self, state: int, token_id: int) -> int:
-        """The state after a token, DEAD if it was not allowed. End-of-sequence leaves an accepting state as it is."""
-        if token_id in self.eos_ids:
-            return state if self.is_accepting(state) else DEAD
-        piece = self.trie.vocab[token_id]
-        after = self.dfa.run(state, piece) if piece else DEAD
-        return after if self.can_finish[after] else DEAD
+    def allowed(self, state: int) -> np.ndarray:
+        """bool [V]: the tokens that leave the automaton in a state from which the vocabulary can still finish."""
 
-    def walk(self, state: int, token_ids: Iterable[int]) -> list[int]:
-        """The states after each of the tokens, ending before the first that is not allowed: what a draft may keep."""
-        states = []
-        for token_id in token_ids:
-            state = self.advance(state, token_id)
-            if state == DEAD:
-                break
-            states.append(state)
-        return states
+        def make() -> tuple[np.ndarray, int]:
+            bits = np.packbits(self.can_finish[self._after_tokens(state)])
+            return bits, bits.nbytes + 256
 
-    def mask(self, state: int) -> torch.Tensor:
-        """bool [V], True = allowed. Shared and kept: not to be written to."""
-        known = self._masks.get(state)
-        if known is not None:
-            self._masks.move_to_end(state)
-            return known
-        if state == DEAD:
-            raise ValueError(
-                "the constraint was already violated (state 0): no token is allowed; sample from the mask only"
-            )
-        allowed = self.can_finish[self._after_tokens(state)]  # [V]
-        allowed[self._eos] = self.dfa.accepting[state]
-        self._masks[state] = mask = torch.from_numpy(allowed)
-        if len(self._masks) > KEPT_MASKS:
-            self._masks.popitem(last=False)
-        return mask
-
-    def is_accepting(self, state: int) -> bool:
-        return bool(self.dfa.accepting[state])
-
-    def is_complete(self, state: int) -> bool:
-        """The text is finished and nothing may be added: only an end-of-sequence id is left."""
-        if not self.dfa.accepting[state]:
-            return False
-        if not self.dfa.table[state].any():
-            return True
-        return self._unsure and int(self.mask(state).sum()) == len(self._eos)
+        bits = self.cache.get((self.number, state), make)
+        return np.unpackbits(bits, count=len(self.trie.vocab)).view(bool)
 
     def _after_tokens(self, state: int) -> np.ndarray:
         """int32 [V]: the state in which each token would leave the automaton."""
@@ -217,22 +177,21 @@ class TokenGuide:
         return reached[self.trie.end_node]
 
     def _finishing(self) -> np.ndarray:
-        """bool [states]: from where the tokens at hand can reach acceptance. DEAD is False."""
+        """bool [states]: from where the tokens at hand can reach acceptance. DEAD is False.
+
+        Every state can by bytes, and so by tokens where each byte is a token. Other vocabularies are worked out."""
         table, count = self.dfa.table, len(self.dfa.table)
-        wanted = {b for b in range(256) if table[:, self.dfa.byte_class[b]].any()}
-        self._unsure = not wanted <= self.trie.single_bytes
-        everything = np.ones(count, bool)
-        everything[DEAD] = False
-        if not self._unsure:
+        needed = {b for b in range(256) if table[:, self.dfa.byte_class[b]].any()}
+        self.lacks_bytes = not needed <= self.trie.single_bytes
+        everything = np.arange(count) != DEAD
+        if not self.lacks_bytes:
             return everything
-        columns = np.unique(self.dfa.byte_class[sorted(wanted & self.trie.single_bytes)])
+        columns = np.unique(self.dfa.byte_class[sorted(needed & self.trie.single_bytes)])
         single = table[:, columns]  # steps that one-byte tokens can take
-        good = self.dfa.accepting.copy()
-        while True:
-            more = good | good[single].any(1)
-            if (more == good).all():
-                break
-            good = more
+        good, more = self.dfa.accepting, self.dfa.accepting | self.dfa.accepting[single].any(1)
+        while (more != good).any():
+            good, more = more, more | more[single].any(1)
+        good = good.copy()
         doubtful = np.flatnonzero(everything & ~good).tolist()
         if len(doubtful) > UNSURE_STATES:
             raise GrammarError(
@@ -240,82 +199,212 @@ class TokenGuide:
                 f" more than {UNSURE_STATES}; use a simpler constraint or a byte-level tokenizer"
             )
         after = {state: np.unique(self._after_tokens(state)) for state in doubtful}
-        while True:
-            found = [state for state in doubtful if not good[state] and good[after[state]].any()]
-            if not found:
-                return good
-            good[found] = True
+        while rescued := [state for state in doubtful if not good[state] and good[after[state]].any()]:
+            good[rescued] = True
+        return good
 
-    # Forced runs
 
-    def forced(self, state: int) -> bytes:
-        """The bytes that must come next: as long as the text may not end and only one byte continues it."""
-        return self._forced_run(state)[0]
+class AutomatonMatcher:
+    """A walk through a token automaton; all it has to remember is the state."""
 
-    def _forced_run(self, state: int) -> tuple[bytes, int]:
-        if state not in self._runs:
-            run, here = bytearray(), state
-            while not self.dfa.accepting[here] and len(following := self._next_bytes(here)) == 1:
-                run += following
-                here = self.dfa.run(here, following)
-            self._runs[state] = bytes(run), here
-        return self._runs[state]
+    def __init__(self, automaton: TokenAutomaton, state: int = START) -> None:
+        self.automaton, self.state = automaton, state
 
-    def _next_bytes(self, state: int) -> bytes:
-        return np.flatnonzero(self.dfa.table[state][self.dfa.byte_class]).astype(np.uint8).tobytes()
+    def fork(self) -> AutomatonMatcher:
+        return AutomatonMatcher(self.automaton, self.state)
 
-    def jump(self, state: int, encode: Callable[[str], list[int]], before: str) -> list[int]:
+    def allowed(self) -> np.ndarray:
+        """bool [V], a fresh array: the tokens that may follow, end-of-sequence not among them."""
+        return self.automaton.allowed(self.state)
+
+    def advance(self, token: int) -> bool:
+        """Step over a token; False (and no way on) if it was not allowed."""
+        piece = self.automaton.trie.vocab[token]
+        after = self.automaton.dfa.run(self.state, piece) if piece else DEAD
+        self.state = after if self.automaton.can_finish[after] else DEAD
+        return self.state != DEAD
+
+    @property
+    def may_end(self) -> bool:
+        return bool(self.automaton.dfa.accepting[self.state])
+
+    @property
+    def is_complete(self) -> bool:
+        """The text may end and nothing may be added."""
+        dfa = self.automaton.dfa
+        if not dfa.accepting[self.state]:
+            return False
+        return not dfa.table[self.state].any() or self.automaton.lacks_bytes and not self.allowed().any()
+
+    def forced_bytes(self) -> bytes:
+        """What must come next: as long as the text may not end and only one byte continues it."""
+        run, state = bytearray(), self.state
+        while (byte := self.automaton.only_byte[state]) >= 0:
+            run.append(byte)
+            state = self.automaton.dfa.run(state, run[-1:])
+        return bytes(run)
+
+    def after_bytes(self, run: bytes) -> AutomatonMatcher:
+        return AutomatonMatcher(self.automaton, self.automaton.dfa.run(self.state, run))
+
+
+# What requests see
+
+
+class Guides:
+    """The guides of one model's requests. Vocabulary and grammars are prepared when the first request needs them."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int], jump_forward: bool = True):
+        self.tokenizer, self.vocab_size, self.jump_forward = tokenizer, vocab_size, jump_forward
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.cache = ByteCache()
+        self._trie: TokenTrie | None = None
+        self._vocabulary: Vocabulary | None = None
+
+    @property
+    def trie(self) -> TokenTrie:
+        if self._trie is None:
+            self._trie = TokenTrie.from_tokenizer(self.tokenizer, self.vocab_size)
+        return self._trie
+
+    def answer(self, params: SamplingParams, prompt_ids: list[int]) -> Guide | None:
+        """The start of an answer with these parameters; None if they ask for no structure. Raises GrammarError."""
+        for kind in ("regex", "choice", "json_schema", "grammar"):
+            if (source := getattr(params, kind)) is not None:
+                matcher = self.matcher(kind, source if isinstance(source, str) else json.dumps(source))
+                return Guide(self, matcher, params, list(prompt_ids[-TAIL:]))
+        return None
+
+    def matcher(self, kind: str, source: str) -> AutomatonMatcher | GrammarMatcher:
+        """Compiled once for each constraint, as long as it is in use; a choice comes as a JSON list."""
+        return self.cache.get((kind, source), lambda: self.compile(kind, source)).fork()
+
+    def compile(self, kind: str, source: str) -> tuple[AutomatonMatcher | GrammarMatcher, int]:
+        """A matcher at its start, and how many bytes it takes. Raises GrammarError."""
+        if kind in ("regex", "choice"):
+            dfa = compile_regex(source) if kind == "regex" else compile_choice(json.loads(source))
+            automaton = TokenAutomaton(dfa, self.trie, self.cache)
+            return AutomatonMatcher(automaton), automaton.nbytes + len(source)
+        if self._vocabulary is None:
+            self._vocabulary = Vocabulary(self.trie, self.encode, self.eos_token_ids)
+        return compile_grammar(kind, source, self._vocabulary), COMPILED_BYTES + 16 * len(source)
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+
+class Guide:
+    """One answer's walk. It moves when a token is accepted, so nothing ever has to be undone:
+
+    mask() ─> sample ─> accepted token ─> commit() ─> is_complete: nothing may follow, the answer ends
+                                                  └─> forced: tokens that follow without being drawn
+
+    Forced tokens are appended as guesses are (drafts.py) and committed when they have been computed. Which they are
+    depends on the text alone, never on who else is running. An answer ends as soon as its text is complete, without
+    waiting for an end-of-sequence token or min_tokens.
+    """
+
+    def __init__(self, guides: Guides, matcher: AutomatonMatcher | GrammarMatcher, params: SamplingParams, tail: list):
+        self.guides, self.matcher, self.tail = guides, matcher, tail
+        # a stop token without text, <|im_end|> say, can only mean the end
+        stops = {i for i in params.stop_token_ids if i < guides.vocab_size and not guides.trie.writes[i]}
+        self.ends = {i for i in guides.eos_token_ids if i < guides.vocab_size} | stops
+        self.ends_before_complete = stops if params.ignore_eos else self.ends
+        if not self.ends:
+            raise GrammarError(
+                f"no end-of-sequence id below the vocabulary size {guides.vocab_size}: nothing could end"
+            )
+        self.forced: list[int] = []  # decided, but not accepted yet
+        self._prepare()
+
+    def fork(self) -> Guide:
+        twin = copy.copy(self)
+        twin.matcher, twin.tail, twin.forced = self.matcher.fork(), self.tail.copy(), self.forced.copy()
+        return twin
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing may follow any more."""
+        return self.matcher.is_complete
+
+    def completes(self, token: int) -> bool:
+        """Whether the text would be complete after one more token."""
+        after = self.matcher.fork()
+        return self._advance(after, token) and after.is_complete
+
+    def mask(self) -> torch.Tensor:
+        """bool [V]: what may follow. Not to be written to."""
+        if self._mask is None:
+            self._mask = self._compute_mask()
+        return self._mask
+
+    def trim(self, guess: list[int]) -> list[int]:
+        """The beginning of a guess that the constraint allows."""
+        walker = self.matcher.fork()
+        return list(itertools.takewhile(lambda token: self._advance(walker, token), guess))
+
+    def commit(self, token: int) -> None:
+        """`token` was accepted; the first forced one, if any are waiting. Raises GrammarError if nothing may follow."""
+        self._advance(self.matcher, token)
+        if self.forced:
+            del self.forced[0]
+        self.tail = [*self.tail[1 - TAIL :], token]
+        self._prepare()
+
+    def _advance(self, matcher: AutomatonMatcher | GrammarMatcher, token: int) -> bool:
+        """Over a token; an end leaves a text that may end as it is."""
+        return matcher.may_end if token in self.ends else matcher.advance(token)
+
+    def _prepare(self) -> None:
+        """What the next step needs. A grammar that fails does so here, where it ends no other request."""
+        self._mask = None
+        if self.guides.jump_forward and not self.forced:
+            self.forced = self._jump()
+        if not self.forced and not self.is_complete:
+            self.mask()
+
+    def _compute_mask(self) -> torch.Tensor:
+        allowed = self.matcher.allowed()  # [V]
+        allowed[list(self.ends)] = False  # even one that has a text
+        if self.matcher.may_end:
+            allowed[list(self.ends if self.is_complete else self.ends_before_complete)] = True
+        elif not allowed.any():
+            raise GrammarError("the constraint allows no token: its text or the vocabulary leads nowhere")
+        return torch.from_numpy(allowed)
+
+    def _jump(self) -> list[int]:
         """Tokens that may be appended without sampling, [] if none may.
 
-        encode: text -> ids without special tokens. before: the text that precedes, with the prompt's end if the answer
-        continues it. Nothing is returned where the run begins inside a character, where the tokenizer would join its
-        beginning with `before`, or where its tokens depend on what follows: then the model draws one token, from a mask
-        that allows beginnings of the run only, and the next call goes on from there.
+        There are none where the forced bytes begin inside a character, where the tokenizer would join their beginning
+        with the text before, or where their tokens depend on what follows: then one token is drawn, and the next call
+        goes on from there.
         """
-        run, after = self._forced_run(state)
+        forced = self.matcher.forced_bytes()
+        run = forced[:MAX_RUN]
         if not run or run[0] & 0xC0 == 0x80:
             return []
         sure = run.decode("utf-8", errors="ignore")  # a character cut off at the end is left out
-        context = before[-CONTEXT:]
-        skip, end = len(context.encode()), len(context.encode()) + len(sure.encode())
+        cut_off = len(sure.encode()) < len(forced)
+        before = self.guides.tokenizer.decode(self.tail)
+        begin, end = len(before.encode()), len(before.encode()) + len(sure.encode())
         agreed: list[int] | None = None
-        for more in self._probes(after) if len(sure.encode()) == len(run) else [""]:
-            inside = self._inside(encode(context + sure + more), (context + sure + more).encode(), skip, end)
+        for more in [""] if cut_off else self._continuations(run):
+            text = before + sure + more
+            inside = self.guides.trie.within(self.guides.encode(text), text.encode(), begin, end)
             agreed = inside if agreed is None else _common(agreed, inside)
-        if len(sure.encode()) < len(run):
-            agreed = agreed[:-1]
-        return agreed if agreed and len(self.walk(state, agreed)) == len(agreed) else []
+        agreed = agreed[:-1] if cut_off else agreed
+        return agreed if len(self.trim(agreed)) == len(agreed) else []
 
-    def _probes(self, state: int) -> list[str]:
-        """Beginnings of what may follow a forced run: "" if the text may end, one for each of several next bytes."""
-        if state not in self._followers:
-            following = self._next_bytes(state)
-            probes = [""] if self.dfa.accepting[state] else []
-            for byte in following[:: max(1, len(following) // PROBES)]:
-                run, here = bytearray([byte]), self.dfa.run(state, bytes([byte]))
-                while len(run) < 8 and len(more := self._next_bytes(here)):
-                    run += more[-1:]
-                    here = self.dfa.run(here, more[-1:])
-                probes.append(run.decode("utf-8", errors="ignore"))
-            self._followers[state] = probes
-        return self._followers[state]
-
-    def _inside(self, ids: list[int], whole: bytes, skip: int, end: int) -> list[int]:
-        """The tokens of `ids` that lie within whole[skip:end], if one of them begins exactly at `skip`."""
-        pieces = [self.trie.vocab[i] if 0 <= i < len(self.trie.vocab) else b"" for i in ids]
-        joined = b"".join(pieces)
-        blank = int(joined.startswith(b" ") and joined[1 : end + 1] == whole[:end])  # some tokenizers put one in front
-        if joined[blank : end + blank] != whole[:end]:
-            return []
-        place, found, begun = -blank, [], False
-        for token_id, piece in zip(ids, pieces, strict=True):
-            begun = begun or place == skip
-            if begun and place + len(piece) <= end and piece:
-                found.append(token_id)
-            place += len(piece)
-        return found
+    def _continuations(self, run: bytes) -> list[str]:
+        """Beginnings of what may follow a forced run, and "" if the text may end there."""
+        after = self.matcher.after_bytes(run)
+        texts = [b""] if after.may_end else []
+        for token in [] if after.is_complete else self.guides.trie.examples(after.allowed()):
+            further = after.fork()
+            further.advance(token)
+            texts.append(self.guides.trie.vocab[token] + further.forced_bytes()[:8])
+        return [text.decode("utf-8", errors="ignore") for text in texts]
 
 
 def _common(left: list[int], right: list[int]) -> list[int]:
-    length = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
-    return left[:length]
+    return [a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))]

@@ -38,7 +38,6 @@ from torch import nn
 from compiled import ModelRunner
 from drafting.head import SHIPPED, HeadProposer, computed_anew, load_head
 from engine import Engine, lay_out
-from guided import GuidedAnswer
 from kv_paged import BlockPool, BlockTables, KVCache
 from model import Transformer
 from radix import RadixCache
@@ -46,17 +45,18 @@ from request import Answer
 from sampling import Sampled, draw, probabilities, process_logits, sample
 from scheduler import Sequence, Step
 from speculative import GUESS, NgramProposer, Proposer
+from structured import Guide
 from tokenizer import Tokenizer
 
 
 @dataclass
 class Draft:
-    """Guesses for one answer in the making. `guided` walks ahead of the answer's own state."""
+    """Guesses for one answer in the making. `guide` walks ahead of the answer's own state."""
 
     answer: Answer
     limit: int
     seq: Sequence
-    guide: GuidedAnswer | None
+    guide: Guide | None
     tokens: list[int] = field(default_factory=list)
 
     def add(self, token: int) -> None:

@@ -24,7 +24,7 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from regular import GrammarError
+from automata import GrammarError
 from tokenizer import TemplateError, Tokenizer
 
 PROBE = "probe_function_name"

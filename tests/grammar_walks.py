@@ -1,35 +1,77 @@
-"""What the tests of structured output share: toy vocabularies, drawn patterns, and walks through the masks."""
+"""What the tests of structured output share: toy tokenizers, drawn patterns, and walks through the masks."""
 
 import random
 import re
 
 import hypothesis.strategies as st
 
-from structured import TokenGuide, TokenTrie
+from sampling import SamplingParams
+from structured import Guide, Guides
 
 EOS = 0
 BYTES = [b""] + [bytes([b]) for b in range(256)]  # id 0 ends, id b + 1 writes byte b
-WHOLE = ("ab", "abc", "1", "12", "é", " a", "  ", "\n", '"', '":', '{"', "true", "null", "😀", "aé")
-PIECES = BYTES + [word.encode() for word in WHOLE]
+PIECES = ["ab", "abc", "1", "12", "é", " a", "  ", "\n", '"', '":', '{"', "true", "null", "😀", "aé"]
+PIECES = BYTES + [piece.encode() for piece in PIECES]
 PIECES += ["é".encode()[:1], "😀".encode()[:2], "😀".encode()[1:], b"a\xc3", b"\xa9b"]
+JSON_PIECES = '", "|": |true|false|null|12|0.5|ab|  |\n    |}}|]}|é|😀|\\"|-1|[[|{"'.split("|")
+JSON_PIECES = BYTES + [piece.encode() for piece in JSON_PIECES]
 
 
-def random_text(guide: TokenGuide, rng: random.Random, limit: int = 400) -> bytes | None:
+class ToyTokenizer:
+    """Writes the longest piece that fits; what follows changes how a run ends, as in real tokenizers."""
+
+    def __init__(self, vocab: list[bytes], blank: bool = False) -> None:
+        self.vocab, self.vocab_size, self.blank = vocab, len(vocab), blank
+        self.by_length = sorted((i for i, piece in enumerate(vocab) if piece), key=lambda i: -len(vocab[i]))
+
+    def is_special(self, i: int) -> bool:
+        return not self.vocab[i]
+
+    def token_bytes(self, i: int) -> bytes:
+        return self.vocab[i]
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        data, ids = (" " * self.blank + text).encode(), []
+        while data:
+            ids.append(next(i for i in self.by_length if data.startswith(self.vocab[i])))
+            data = data[len(self.vocab[ids[-1]]) :]
+        return ids
+
+    def decode(self, ids) -> str:
+        return b"".join(self.vocab[i] for i in ids).decode(errors="replace")
+
+
+def toy_guides(vocab: list[bytes], ends=(EOS,), jump: bool = False, size: int | None = None, **options) -> Guides:
+    return Guides(ToyTokenizer(vocab, **options), size or len(vocab), ends, jump_forward=jump)
+
+
+BYTE_GUIDES, PIECE_GUIDES, JSON_GUIDES = toy_guides(BYTES), toy_guides(PIECES), toy_guides(JSON_PIECES)
+
+
+def guide_for(guides: Guides, prompt=(), ignore_eos: bool = False, **shape) -> Guide:
+    return guides.answer(SamplingParams(ignore_eos=ignore_eos, **shape), list(prompt))
+
+
+def accepts(guides: Guides, text: str | bytes, **shape) -> bool:
+    """Whether the whole text may be written, byte by byte, and end there."""
+    guide = guide_for(guides, **shape)
+    ids = [byte + 1 for byte in (text.encode() if isinstance(text, str) else text)]
+    return guide.trim([*ids, EOS]) == [*ids, EOS]
+
+
+def random_text(guide: Guide, rng: random.Random, limit: int = 400) -> str | None:
     """A text drawn through the masks alone; None when `limit` tokens did not suffice; it ends early where it may."""
-    state, written = guide.start, b""
+    guide, written = guide.fork(), b""
     for _ in range(limit):
-        ids = guide.mask(state).nonzero().flatten().tolist()
+        if guide.is_complete:
+            return written.decode()
+        ids = guide.mask().nonzero().flatten().tolist()
         assert ids, "a dead end"
-        if guide.is_complete(state):
-            assert ids == [EOS]
-        if EOS in ids and rng.random() < 0.5:
-            return written
-        token = rng.choice([i for i in ids if i != EOS] or [EOS])
-        if token == EOS:
-            return written
-        written += guide.trie.vocab[token]
-        state = guide.advance(state, token)
-        assert state
+        if EOS in ids and (rng.random() < 0.5 or ids == [EOS]):
+            return written.decode()
+        token = rng.choice([i for i in ids if i != EOS])
+        written += guide.guides.trie.vocab[token]
+        guide.commit(token)
     return None
 
 
@@ -58,27 +100,3 @@ def grow(inner):
 
 
 patterns = st.recursive(st.one_of(literals, classes, shorthands), grow, max_leaves=6)
-
-
-PIECES_TRIE = TokenTrie(PIECES)
-JSON_WORDS = (
-    '", "',
-    '": ',
-    "true",
-    "false",
-    "null",
-    "12",
-    "0.5",
-    "ab",
-    "  ",
-    "\n    ",
-    "}}",
-    "]}",
-    "é",
-    "😀",
-    '\\"',
-    "-1",
-    "[[",
-    '{"',
-)
-JSON_TRIE = TokenTrie(BYTES + [word.encode() for word in JSON_WORDS])

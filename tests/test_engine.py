@@ -16,7 +16,6 @@ from test_naive import weights_of
 
 import engine as engine_module
 import generate
-import guided
 import kernels
 import naive
 from benchmarks.past import scheduler_class
@@ -32,7 +31,7 @@ from overlap import OverlapEngine
 from radix import HashCache, RadixCache
 from sampling import SamplerState, SamplingParams, sample
 from speculative import NgramProposer
-from structured import TokenTrie, guide_for
+from structured import Guides
 from tokenizer import Tokenizer
 
 CONTEXT = 64
@@ -152,46 +151,29 @@ def naive_answer(
     params = SamplingParams(**fields | {"logit_bias": dict(fields["logit_bias"])})
     eos = (*ckpt.config.eos_token_ids, *tokenizer.eos_token_ids)
     state = SamplerState(params, prompt, choice, params.seed, () if params.ignore_eos else eos)
-    guide = guide_of(params, eos)
-    at = guide and guide.start
-    forced, ended = [], []
+    start = Guides(tokenizer, 320, eos, jump).answer(params, list(prompt))
+    guide, ended = start and start.fork(), []
 
     def pick(logits):
-        nonlocal at, forced
+        nonlocal guide
         if noise:
             logits = logits + 1e-5 * torch.randn(len(logits), generator=draw)
-        if guide and jump and not forced:
-            before = tokenizer.decode([*prompt, *state.output][-guided.TAIL :])
-            forced = guide.jump(at, lambda text: tokenizer.encode(text, add_special_tokens=False), before)
-        mask = guide and guide.mask(at).clone()
-        if guide and params.ignore_eos and not guide.is_complete(at):
-            mask[list(eos)] = False
-        token = forced.pop(0) if forced else sample(logits[None], [state], [mask])[0].token
+        if guide and guide.forced:
+            token = guide.forced[0]
+        else:
+            token = sample(logits[None], [state], [guide and guide.mask()])[0].token
         state.commit(token)
         if guide and not ended:
-            at = guide.advance(at, token)
-            if guide.is_complete(at):
-                ended.append(len(state.output))
-                at = guide.start  # whatever follows is cut off below
+            guide.commit(token)
+            if guide.is_complete:
+                ended.append(state.n_output)
+                guide = start.fork()  # whatever follows is cut off below
         return token
 
     limit = min(params.max_tokens, CONTEXT - len(prompt))
     stops = (*(() if params.ignore_eos else eos), *params.stop_token_ids)
     ids = naive.generate(weights, ckpt.config, list(prompt), limit, pick, stops)
     return ids[: ended[0]] if ended else ids
-
-
-@functools.cache
-def trie() -> TokenTrie:
-    return TokenTrie.from_tokenizer(world()[3], 320)
-
-
-def guide_of(params: SamplingParams, eos: tuple[int, ...]):
-    for kind in ("regex", "json_schema", "choice"):
-        source = getattr(params, kind)
-        if source is not None:
-            return guide_for(kind, source if kind == "regex" else json.dumps(source), trie(), tuple(sorted({*eos})))
-    return None
 
 
 def expected(

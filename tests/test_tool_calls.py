@@ -4,12 +4,13 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from grammar_walks import BYTE_GUIDES, accepts
 from hypothesis import given
 from hypothesis import strategies as st
 
+from automata import GrammarError
 from formats.chat_template import ChatTemplate
 from serving.tools import LAYOUTS, ForcedCall, ToolParser, find_layout, forced_schema
-from structured import GrammarError, compile_json_schema
 
 MARKED, PARAMETERS, ARGUMENTS = LAYOUTS
 TOOLS = [{"function": {"name": "f"}}, {"function": {"name": "g", "parameters": {"type": "object", "properties": {}}}}]
@@ -87,9 +88,9 @@ def test_a_demanded_call():
     assert parse(ForcedCall("f"), ['{"x"', ": 1}"]) == ("", [("f", {"x": 1})])
     assert parse(ForcedCall(None), '{"name": "g", "arguments": {}}') == ("", [("g", {})])
     assert parse(ForcedCall("f"), '{"x": ') == ('{"x": ', [])
-    accepts = compile_json_schema(json.dumps(forced_schema(TOOLS, None)))
-    for text, allowed in ((b'{"name": "g", "arguments": {}}', True), (b'{"name": "h", "arguments": {}}', False)):
-        assert bool(accepts.accepting[accepts.run(1, text)]) == allowed
+    schema = forced_schema(TOOLS, None)
+    for text, allowed in (('{"name": "g", "arguments": {}}', True), ('{"name": "h", "arguments": {}}', False)):
+        assert accepts(BYTE_GUIDES, text, json_schema=schema) == allowed
     assert forced_schema(TOOLS, "g") == {"type": "object", "properties": {}}
 
 
@@ -97,22 +98,22 @@ def test_F56_references_within_the_parameters_hold_in_a_demanded_call():
     node = {"type": "object", "properties": {"n": {"$ref": "#/$defs/digit"}, "$ref": {"const": "#/$defs/digit"}}}
     node |= {"required": ["n"], "$defs": {"digit": {"type": "integer", "minimum": 0, "maximum": 9}}}
     tools = [*TOOLS, {"function": {"name": "h", "parameters": node}}]
-    accepts = compile_json_schema(forced_schema(tools, None)).accepts
-    assert accepts(b'{"name": "h", "arguments": {"n": 7, "$ref": "#/$defs/digit"}}')
-    assert not accepts(b'{"name": "h", "arguments": {"n": 10}}')
+    schema = forced_schema(tools, None)
+    assert accepts(BYTE_GUIDES, '{"name": "h", "arguments": {"n": 7, "$ref": "#/$defs/digit"}}', json_schema=schema)
+    assert not accepts(BYTE_GUIDES, '{"name": "h", "arguments": {"n": 10}}', json_schema=schema)
     recursive = {"properties": {"next": {"$ref": "#"}}, "additionalProperties": False}
-    accepts = compile_json_schema(forced_schema([{"function": {"name": "r", "parameters": recursive}}], None)).accepts
-    assert accepts(b'{"name": "r", "arguments": {"next": {"next": {}}}}')
-    assert not accepts(b'{"name": "r", "arguments": {"name": "r", "arguments": {}}}')
+    schema = forced_schema([{"function": {"name": "r", "parameters": recursive}}], None)
+    assert accepts(BYTE_GUIDES, '{"name": "r", "arguments": {"next": {"next": {}}}}', json_schema=schema)
+    assert not accepts(BYTE_GUIDES, '{"name": "r", "arguments": {"name": "r", "arguments": {}}}', json_schema=schema)
 
 
 @pytest.mark.parametrize("name", ["f", None])
 @pytest.mark.parametrize("parameters", [None, {}, {"description": "none"}, {"anyOf": [{"required": ["a"]}, True]}])
 def test_F57_arguments_are_an_object_even_if_the_schema_says_nothing(parameters, name):
-    accepts = compile_json_schema(forced_schema([{"function": {"name": "f", "parameters": parameters}}], name)).accepts
+    schema = forced_schema([{"function": {"name": "f", "parameters": parameters}}], name)
     for arguments, allowed in (("{}", True), ("3", False), ("null", False), ('"x"', False)):
         text = arguments if name else f'{{"name": "f", "arguments": {arguments}}}'
-        assert accepts(text.encode()) == allowed
+        assert accepts(BYTE_GUIDES, text, json_schema=schema) == allowed
 
 
 def test_F57_parameters_nested_beyond_all_bounds_are_refused():
