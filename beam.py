@@ -22,6 +22,7 @@ Left out: diverse beams, sampling inside the search, stop strings (refused: they
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from dataclasses import dataclass
 import torch
 
 from request import Answer, Delta, Request
-from sampling import Sampled, SamplerState, beam_score, beam_step, process_logits, row_errors, score
+from sampling import Sampled, SamplerState, best_ids, constrain, row_error, score
 from scheduler import Sequence
 
 
@@ -93,10 +94,10 @@ class BeamSearch:
         """The candidates of this step, best first; none: the search is over. Raises ValueError for unusable logits."""
         beams = list(self.live)
         raw = torch.stack([self.pending.pop(beam) for beam in beams]).float()  # [B, V]
-        masks = [beam.guide.mask() if beam.guide is not None else None for beam in beams]
-        processed = process_logits(raw, [beam.sampler for beam in beams], masks)
-        for error in row_errors(raw, processed):
-            if error is not None:
+        processed = raw.clone()
+        for beam, raw_row, row in zip(beams, raw, processed, strict=True):
+            constrain(row, beam.sampler, beam.guide and beam.guide.mask())
+            if error := row_error(float(raw_row.amax()), float(row.amax())):
                 raise error
         best = beam_step(processed.double().log_softmax(-1), list(self.live.values()), 2 * self.width)
         candidates = []
@@ -116,14 +117,14 @@ class BeamSearch:
 
     def _finish(self, beam: Answer, last: Sampled, total: float) -> None:
         answer = [*beam.logprobs, last]
-        self.finished.append((beam_score(total, len(answer)), answer))
+        self.finished.append((total / len(answer), answer))  # a sum alone would favour short answers
 
     def _settled(self, candidates: list[Candidate]) -> bool:
         """Whether even the best candidate, at the greatest length, would rank below `width` finished answers."""
         if len(self.finished) < self.width or not candidates:
             return not candidates
         worst_kept = sorted(rank for rank, _ in self.finished)[-self.width]
-        return beam_score(candidates[0].score, self.request.max_tokens) <= worst_kept
+        return candidates[0].score / self.request.max_tokens <= worst_kept
 
     def answers(self) -> tuple[list[Answer], list[Delta]]:
         """The n best finished answers, and a delta for each with its text in one."""
@@ -141,3 +142,16 @@ class BeamSearch:
             ended = answer.finish_reason, answer.stop_reason
             deltas.append(Delta(request, index, answer.text, answer.token_ids, answer.logprobs, *ended))
         return answers, deltas
+
+
+def beam_step(logprobs: torch.Tensor, scores: list[float], n: int) -> list[tuple[int, int, float]]:
+    """The n best continuations of B beams: next token's logprobs [B, V], scores [B] so far -> (beam, token, score).
+
+    Best first; ties go to the lower beam, then the lower id; impossible ones (-inf) are not returned. Ask for 2B: even
+    if each beam's best is EOS and leaves the search, B others remain to go on with.
+    """
+    total = logprobs.double() + torch.tensor(scores, dtype=torch.float64, device=logprobs.device)[:, None]  # [B, V]
+    flat = total.flatten()
+    ids = best_ids(flat, n)
+    pairs = zip(ids.tolist(), flat[ids].tolist(), strict=True)
+    return [(i // logprobs.shape[1], i % logprobs.shape[1], value) for i, value in pairs if value > -math.inf]

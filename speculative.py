@@ -40,7 +40,7 @@ import torch
 
 from formats.command_line import warn
 from request import Answer
-from sampling import Sampled, draw, probabilities, process_logits, score
+from sampling import Sampled, draw, probabilities, score
 from scheduler import Scheduler, Step
 
 VERDICT, RESIDUAL, GUESS = 1, 2, 3  # streams of sampling.uniform; 0 draws tokens
@@ -61,7 +61,7 @@ def rejection_sample(p: torch.Tensor, q: torch.Tensor, guess: int, verdict: floa
 def verdict(answer: Answer, row: torch.Tensor, guess: int, mask: torch.Tensor | None) -> Sampled:
     """The next token of an answer under the rejection rule, from its raw logits [V] and the guess that is at stake."""
     state, params = answer.sampler, answer.request.params
-    (p,) = probabilities(process_logits(row[None], [state], [mask]), [state])
+    p = probabilities(row, state, mask)  # [V]
     q = answer.guess_probs[answer.num_guessed - answer.seq.num_draft]
     token = rejection_sample(p, q, guess, state.uniform(VERDICT), state.uniform(RESIDUAL))
     return score(row, token, params.logprobs) if params.scored else Sampled(token)

@@ -16,8 +16,8 @@ It has pages of its own (same pool and tables, fewer layers) and its own prefix 
 without guesses; the target's memory is never touched.
 
 A guess is what the target would draw if it shared the draft's logits: the same sampler, penalties, mask and, most of
-all, the same dart (sampling.uniform). A copy of the target as its own draft is therefore always right, even at
-temperature 1. With verify="rejection" guesses are drawn with darts of their own, and their distributions kept, as the
+all, the same uniform sample (sampling.uniform). So a copy of the target as its own draft is always right, even at
+temperature 1. With verify="rejection" guesses are drawn with samples of their own, and their distributions kept, as the
 rejection rule of speculative.py demands.
 
     "draft:M"   any checkpoint M whose tokenizer is the target's; vocabularies may differ in padding
@@ -42,7 +42,7 @@ from kv_paged import BlockPool, BlockTables, KVCache
 from model import Transformer
 from radix import RadixCache
 from request import Answer
-from sampling import Sampled, draw, probabilities, process_logits, sample
+from sampling import Sampled, SamplerState, draw, probabilities, sample
 from scheduler import Sequence, Step
 from speculative import GUESS, NgramProposer, Proposer
 from structured import Guide
@@ -51,18 +51,19 @@ from tokenizer import Tokenizer
 
 @dataclass
 class Draft:
-    """Guesses for one answer in the making. `guide` walks ahead of the answer's own state."""
+    """Guesses for one answer in the making. `sampler` and `guide` walk ahead of the answer's own."""
 
     answer: Answer
     limit: int
     seq: Sequence
+    sampler: SamplerState
     guide: Guide | None
     tokens: list[int] = field(default_factory=list)
 
     def add(self, token: int) -> None:
         self.tokens.append(token)
         self.seq.tokens.append(token)
-        self.answer.sampler.commit(token)
+        self.sampler.commit(token)
         ends = token in self.answer.request.stop_ids
         if self.guide is not None:
             self.guide.commit(token)
@@ -97,21 +98,18 @@ class DraftModel(Proposer):
                 copies += self.tables.extend(seq, n)
                 budget -= n
                 answer.guess_probs = []
-                drafts[answer] = Draft(answer, limit, seq, answer.guide and answer.guide.fork())
+                sampler, guide = answer.sampler.fork(answer.index), answer.guide and answer.guide.fork()
+                drafts[answer] = Draft(answer, limit, seq, sampler, guide)
                 entries.append((drafts[answer], n))
-        try:
-            while entries:
-                logits = self._compute(entries, copies)
-                ready = [draft for draft, _ in entries if draft.seq.num_new == 0]  # the others catch up next time
-                self._draw(ready, logits)
-                entries, copies = [], []
-                for draft in ready:
-                    if len(draft.tokens) < draft.limit and self.tables.room(draft.seq) > 0:
-                        copies += self.tables.extend(draft.seq, 1)
-                        entries.append((draft, 1))
-        finally:
-            for answer, draft in drafts.items():
-                answer.sampler.truncate(answer.sampler.n_output - len(draft.tokens))
+        while entries:
+            logits = self._compute(entries, copies)
+            ready = [draft for draft, _ in entries if draft.seq.num_new == 0]  # the others catch up next time
+            self._draw(ready, logits)
+            entries, copies = [], []
+            for draft in ready:
+                if len(draft.tokens) < draft.limit and self.tables.room(draft.seq) > 0:
+                    copies += self.tables.extend(draft.seq, 1)
+                    entries.append((draft, 1))
         return [drafts[answer].tokens if answer in drafts else [] for answer in answers]
 
     def backlog(self, answer: Answer) -> int:
@@ -174,11 +172,11 @@ class DraftModel(Proposer):
                     draft.answer.guess_probs.append(None)  # keeps its place, but what is forced is under no rule
                 draft.add(draft.guide.forced[0])
                 continue
-            state, mask = draft.answer.sampler, draft.guide and draft.guide.mask()
+            mask = draft.guide and draft.guide.mask()
             if self.rejection:
-                token = self._draw_freely(draft, logits[r : r + 1], mask)
+                token = self._draw_freely(draft, logits[r], mask)
             else:
-                (result,) = sample(logits[r : r + 1], [state], [mask])
+                (result,) = sample(logits[r : r + 1], [draft.sampler], [mask])
                 token = result.token if isinstance(result, Sampled) else None
             if token is None:
                 draft.limit = len(draft.tokens)
@@ -186,14 +184,13 @@ class DraftModel(Proposer):
                 draft.add(token)
 
     def _draw_freely(self, draft: Draft, row: torch.Tensor, mask: torch.Tensor | None) -> int | None:
-        """A guess that does not share the target's dart, for the rejection rule; its distribution is kept beside it."""
-        answer, state = draft.answer, draft.answer.sampler
+        """A guess for the rejection rule: drawn independently of the target, and its distribution kept beside it."""
         try:
-            (q,) = probabilities(process_logits(row, [state], [mask]), [state])
+            q = probabilities(row, draft.sampler, mask)  # [V]
         except ValueError:  # nothing can be drawn
             return None
-        answer.guess_probs.append(q)
-        return draw(q, state.uniform(GUESS))
+        draft.answer.guess_probs.append(q)
+        return draw(q, draft.sampler.uniform(GUESS))
 
 
 def make_proposer(speculate: str, engine: Engine, load, make_runner, rejection: bool, capture=None) -> Proposer:

@@ -154,7 +154,7 @@ int4_embedding, int8_embedding = partial(_embedding, 4), partial(_embedding, 8)
 
 
 def draw(logits: Tensor, rows: list[int], drawings: list[tuple[float, ...]]) -> list[int]:
-    """A token of each of the `rows` of logits [R, V], as `sampling.draw_rows` defines it.
+    """A token of each of the `rows` of logits [R, V], as `sampling.choose` defines it.
 
     A drawing is (best, temperature, min_p, top_k, top_p, dart): the row's largest logit, finite; what is asked of the
     row; and where in [0, 1) the dart falls.

@@ -2,11 +2,11 @@
 
 import torch
 
-from sampling import SamplerState, SamplingParams
+from sampling import SamplerState, SamplingParams, constrain
 
 
-def state(prompt=(), output=(), *, choice=0, seed=0, eos=(), **fields) -> SamplerState:
-    made = SamplerState(SamplingParams(**fields), prompt, choice=choice, seed=seed, eos_token_ids=eos)
+def state(prompt=(), output=(), *, index=0, seed=0, eos=(), **fields) -> SamplerState:
+    made = SamplerState(SamplingParams(**fields), prompt, index, seed, eos)
     for token in output:
         made.commit(token)
     return made
@@ -14,6 +14,13 @@ def state(prompt=(), output=(), *, choice=0, seed=0, eos=(), **fields) -> Sample
 
 def normal(rows: int, vocab: int, seed: int = 0, spread: float = 3.0) -> torch.Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def constrained(row: torch.Tensor, state: SamplerState, mask=None) -> torch.Tensor:
+    """A copy of a row of logits [V] after the mask and the rules that change logits."""
+    row = row.clone()
+    constrain(row, state, mask)
+    return row
 
 
 def tokens(results: list) -> list[int]:

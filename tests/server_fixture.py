@@ -125,8 +125,8 @@ def script(monkeypatch, scripts: dict[int, list[int]]) -> None:
         results = real(logits, states, *args)
         for i, state in enumerate(states):
             ids = scripts.get(state.params.seed)
-            if ids is not None and len(state.output) < len(ids):
-                token = ids[len(state.output)]
+            if ids is not None and state.n_output < len(ids):
+                token = ids[state.n_output]
                 k = state.params.logprobs
                 results[i] = Sampled(token) if k is None else score(logits[i].float(), token, k)
         return results

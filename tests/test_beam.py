@@ -1,13 +1,18 @@
 """Beam search over forks equals a beam search that recomputes everything with naive.py."""
 
 import dataclasses
+import math
 
 import hypothesis
 import pytest
+import torch
+from hypothesis import given
 from hypothesis import strategies as st
+from sampling_rows import normal
 from test_engine import CONTEXT, assert_all_free, make_engine, prompts_of, run, world
 
 import naive
+from beam import beam_step
 from sampling import SamplingParams
 
 
@@ -111,3 +116,14 @@ def test_a_search_for_nothing_has_as_many_answers_as_it_was_asked_for():
         (1, [], "length"),
     ]
     assert_all_free(engine)
+
+
+@given(st.integers(1, 5), st.integers(1, 12), st.integers(1, 12), st.integers(0, 1000), st.booleans())
+def test_beam_step_is_brute_force(beams, vocab, n, seed, ties):
+    logits = normal(beams, vocab, seed)
+    logprobs = logits.round() if ties else torch.log_softmax(logits, -1)
+    logprobs[seed % beams, 0] = -math.inf
+    scores = [-float(b % 2) for b in range(beams)]
+    every = [(b, v, scores[b] + logprobs[b, v].item()) for b in range(beams) for v in range(vocab)]
+    expected = sorted((c for c in every if c[2] > -math.inf), key=lambda c: (-c[2], c[0], c[1]))[:n]
+    assert beam_step(logprobs, scores, n) == expected

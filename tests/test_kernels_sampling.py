@@ -1,7 +1,7 @@
 """Draws by the C++ kernel against their definition in sampling.py, and what must hold bit for bit.
 
-The two compute e^x with another last bit, so a dart that falls within a millionth of the border of two tokens may land
-on either; everywhere else they must agree.
+The two compute e^x with another last bit, so a u within a millionth of the border of two tokens may give either;
+everywhere else they must agree.
 """
 
 import math
@@ -15,10 +15,10 @@ from sampling_rows import normal, shaped, state, tokens
 
 import kernels
 from native import cpu as kernels_native
-from sampling import probabilities, process_logits, sample
+from sampling import probabilities, sample
 
 NEAR = 1e-6
-DARTS = torch.linspace(0, 1, 258, dtype=torch.float64)[1:-1].tolist()
+SAMPLES = torch.linspace(0, 1, 258, dtype=torch.float64)[1:-1].tolist()
 VOCABS = st.sampled_from([1, 2, 7, 8, 15, 16, 17, 511, 512, 513, 1500])
 FILTERS = {
     "temperature": st.sampled_from([1e-5, 0.1, 0.7, 1.0, 2.0, 50.0]),
@@ -38,18 +38,18 @@ def native():
     kernels.set_threads(threads)
 
 
-def thrown(row: torch.Tensor, darts: list[float], temperature=1.0, top_p=1.0, top_k=0, min_p=0.0) -> list[int]:
-    """Where each dart lands on a row of logits [V], by the kernel."""
-    asked = (float(row.max()), temperature, min_p, top_k, top_p)
-    return kernels_native.draw(row[None], [0] * len(darts), [(*asked, dart) for dart in darts])
+def drawn_at(row: torch.Tensor, samples: list[float], temperature=1.0, top_p=1.0, top_k=0, min_p=0.0) -> list[int]:
+    """The token of a row of logits [V] for each uniform sample, by the kernel."""
+    drawing = (float(row.max()), temperature, min_p, top_k, top_p)
+    return kernels_native.draw(row[None], [0] * len(samples), [(*drawing, u) for u in samples])
 
 
 def check(row: torch.Tensor, **fields) -> None:
-    """Every dart lands where the reference says, or within NEAR of where it does."""
-    (p,) = probabilities(row[None], [state(**fields)])
+    """Every u gives the token that the reference says, or lies within NEAR of its border."""
+    p = probabilities(row, state(**fields))
     reach = p.cumsum(0)
-    for dart, token in zip(DARTS, thrown(row, DARTS, **fields), strict=True):
-        assert p[token] > 0 and reach[token] - p[token] - NEAR <= dart <= reach[token] + NEAR, (dart, token, fields)
+    for u, token in zip(SAMPLES, drawn_at(row, SAMPLES, **fields), strict=True):
+        assert p[token] > 0 and reach[token] - p[token] - NEAR <= u <= reach[token] + NEAR, (u, token, fields)
 
 
 @drawn
@@ -69,18 +69,18 @@ def test_draws_from_a_real_vocabulary_equal_the_reference(shape):
 
 def test_extreme_logits_weigh_nothing_and_break_nothing():
     row = torch.tensor([-math.inf, 3e38, -3e38, 3e38, 1.0])
-    assert set(thrown(row, DARTS)) == {1, 3}
-    assert set(thrown(row, DARTS, temperature=1e-5)) == {1, 3}
-    assert set(thrown(row, DARTS, top_k=2, top_p=0.4)) == {1}, "of equals the lower id"
-    assert thrown(torch.zeros(4), [0.0, 0.25, 0.5, 0.75, 1 - 2**-53]) == [0, 1, 2, 3, 3]
-    assert thrown(torch.zeros(4), [0.0, 0.5, 1 - 2**-53], top_k=2) == [0, 1, 1]
+    assert set(drawn_at(row, SAMPLES)) == {1, 3}
+    assert set(drawn_at(row, SAMPLES, temperature=1e-5)) == {1, 3}
+    assert set(drawn_at(row, SAMPLES, top_k=2, top_p=0.4)) == {1}, "of equals the lower id"
+    assert drawn_at(torch.zeros(4), [0.0, 0.25, 0.5, 0.75, 1 - 2**-53]) == [0, 1, 2, 3, 3]
+    assert drawn_at(torch.zeros(4), [0.0, 0.5, 1 - 2**-53], top_k=2) == [0, 1, 1]
 
 
 def test_blocks_are_passed_over_only_where_nothing_in_them_counts():
-    assert thrown(torch.zeros(1536), [511 / 1536, 512 / 1536, 1024 / 1536]) == [511, 512, 1024]
+    assert drawn_at(torch.zeros(1536), [511 / 1536, 512 / 1536, 1024 / 1536]) == [511, 512, 1024]
     row = torch.full((1500,), -50.0)
     row[0], row[1], row[600] = 0.0, math.log(1.2 / 1024), math.log(1.4 / 1024)  # the last one alone in its block
-    assert set(thrown(row, [0.0, 1 - 2**-53], top_k=2)) == {0, 600}
+    assert set(drawn_at(row, [0.0, 1 - 2**-53], top_k=2)) == {0, 600}
 
 
 MIXED = [
@@ -105,9 +105,9 @@ def test_a_draw_is_bit_identical_in_any_batch(members, threads):
 def test_draws_have_the_distribution(fields):
     """Chi-square over a small vocabulary, 9 degrees of freedom at most: 27.9 is exceeded once in a thousand."""
     row, draws = normal(1, 10, seed=5, spread=1.0), 4000
-    found = tokens(sample(row, [state(seed=seed, **fields) for seed in range(draws)], rows=[0] * draws))
-    (p,) = probabilities(process_logits(row, [state(**fields)]), [state(**fields)])
-    counts = torch.bincount(torch.tensor(found), minlength=10)
+    drawn_tokens = tokens(sample(row, [state(seed=seed, **fields) for seed in range(draws)], rows=[0] * draws))
+    p = probabilities(row[0], state(**fields))
+    counts = torch.bincount(torch.tensor(drawn_tokens), minlength=10)
     assert counts[p == 0].sum() == 0
     expected = p[p > 0] * draws
     assert float(((counts[p > 0] - expected) ** 2 / expected).sum()) < 27.9
@@ -124,8 +124,8 @@ def test_a_wrong_draw_touches_no_memory_it_does_not_own():
     row[0, 1], row[1, 2] = 80.0, math.nan
     for best in (0.0, 200.0, -math.inf, math.nan):
         for filters in ((0, 1.0), (1, 1.0), (3, 0.5), (0, 0.5)):
-            found = kernels_native.draw(row, [0, 1], [(best, 1.0, 0.0, *filters, 0.99)] * 2)
-            assert all(0 <= token < 8 for token in found)
+            picked = kernels_native.draw(row, [0, 1], [(best, 1.0, 0.0, *filters, 0.99)] * 2)
+            assert all(0 <= token < 8 for token in picked)
     for bad in (-1, 2):
         with pytest.raises(ValueError, match="row index"):
             kernels_native.draw(row, [0, bad], [(0.0, 1.0, 0.0, 0, 1.0, 0.5)] * 2)

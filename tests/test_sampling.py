@@ -1,50 +1,273 @@
-"""Sampling: filters against a full sort, draws against the distribution, rows against the company they keep."""
+"""Sampling: parameters by their table, filters against a full sort, draws against their distribution, rows in company.
 
+A rule that is put into RULES must be in force everywhere, and the native draw must step aside for one it does not know.
+"""
+
+import dataclasses
+import itertools
 import math
 from collections import Counter
+from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sampling_rows import normal, shaped, state, tokens
+from sampling_rows import constrained, normal, shaped, state, tokens
 
+import kernels
 import sampling
 from sampling import (
-    TICKS,
+    FULL_WEIGHT,
+    LOGITS,
+    RULES,
+    WEIGHTS,
     NonFiniteLogits,
     NoTokenLeft,
+    ParameterError,
+    Rule,
     Sampled,
     SamplerState,
     SamplingParams,
-    beam_score,
-    beam_step,
     draw,
     probabilities,
-    process_logits,
     prompt_logprobs,
     sample,
     uniform,
 )
+from speculative import verdict
 
-INF = math.inf
+NAN, INF = math.nan, math.inf
+
+
+@pytest.fixture
+def backend(request):
+    """The kernels of one test: "reference" or "native"."""
+    before = kernels.backend()
+    kernels.set_backend(request.param)
+    yield request.param
+    kernels.set_backend(before)
+
+
+BACKENDS = pytest.mark.parametrize("backend", ["reference", "native"], indirect=True)
+
+# SamplingParams
+
+NO_NUMBER = ["1", b"1", [1], {}, True, False, 1 + 0j, NAN, INF, -INF]  # what no number field takes
+NUMBERS = {  # field: (legal, illegal beside NO_NUMBER)
+    "temperature": ([0, 1, 0.7, 1e-9, 2.5, 1e6], [None, -0.1, -1, 1e7, 10**400]),
+    "top_p": ([1, 1.0, 0.5, 1e-300], [None, 0, -0.1, 1.0001, 2]),
+    "typical_p": ([1, 1.0, 0.5, 1e-300], [None, 0, -0.1, 1.0001, 2]),
+    "min_p": ([0, 0.05, 1], [None, -0.01, 1.01]),
+    "presence_penalty": ([-2, 0, 0.5, 2], [None, -2.1, 2.1, 10**400]),
+    "frequency_penalty": ([-2, 0, 0.5, 2], [None, -2.1, 2.1]),
+    "repetition_penalty": ([1, 0.5, 1.3, 100], [None, 0, -1, 1e-300, 1e300]),
+    "n": ([1, 3, 128], [None, 0, -1, 129, 100_000, 1.0, 1.5]),
+    "best_of": ([None, 1, 128], [0, -1, 129, 2.0]),
+    "beam_width": ([None, 1, 64], [0, -1, 65, 2.0]),
+    "top_k": ([-1, 0, 1, 10**6], [None, -2, 1.5, 40.0]),
+    "max_tokens": ([None, 0, 1, 10**6], [-1, -5, 1.5, 256.0]),
+    "min_tokens": ([0, 1, 16], [None, -1, 0.5]),
+    "seed": ([None, 0, 1, -1, 2**63 - 1, -(2**63)], [2**63, -(2**63) - 1, 1.0, 10**5000]),
+    "logprobs": ([None, 0, 20], [-1, 21, 100_000, 1.0]),
+    "prompt_logprobs": ([None, 0, 20], [-1, 21, 100_000, 1.0]),
+}
+TEXTS = ([None, "a+"], ["", 1, True, b"a", ["a"]])
+SWITCHES = ([True, False], [None, 0, 1, "yes"])
+FIELDS = {field: (legal, [*NO_NUMBER, *illegal]) for field, (legal, illegal) in NUMBERS.items()} | {
+    "ignore_eos": SWITCHES,
+    "include_stop_str_in_output": SWITCHES,
+    "stop": (
+        [None, "x", [], (), ["a", "b"], ("a",)],
+        ["", [""], ["a", ""], 0, False, {}, b"x", [b"x"], [None], [1], ["a", 1]],
+    ),
+    "stop_token_ids": ([None, [], [0, 5], (7,)], ["5", 5, [-1], [True], ["5"], [1.0], [None], {}, {5: 1}, 0]),
+    "logit_bias": (
+        [None, {}, {5: 1}, {"5": -100, 6: 100.0}, {"007": 0}],
+        [[], "x", 0, {"AI": -100}, {"-1": 1}, {-1: 1}, {"": 1}, {"1.0": 1}, {1.0: 1}, {True: 1}, {None: 1}, {"+5": 1}]
+        + [{" 5": 1}, {"1_0": 1}, {"٣": 1}, {"9" * 5000: 1}, {5: 1, "5": 2}, {5: 101}, {5: -100.5}]
+        + [{5: value} for value in ["1", None, True, [1], NAN, INF, -INF, 10**400]],
+    ),
+    "regex": TEXTS,
+    "grammar": TEXTS,
+    "json_schema": ([None, {}, {"type": "object"}, '{"type": "string"}'], ["", "{", "[]", "true", 1, True, [], b"{}"]),
+    "choice": ([None, ["yes", "no"], ("a",)], [[], (), "yes", [""], ["a", ""], [1], [None], {}, 0, False, {"a": 1}]),
+}
+
+
+def cases(which: int) -> list:
+    return [pytest.param(f, v, id=f"{f}-{i}") for f, pair in FIELDS.items() for i, v in enumerate(pair[which])]
+
+
+def test_every_field_has_cases_a_kind_and_a_help_text():
+    fields = dataclasses.fields(SamplingParams)
+    assert set(FIELDS) == {field.name for field in fields}
+    assert {field.metadata["kind"] for field in fields} == {"real", "integer", *sampling.ALLOWED}
+    assert all(len(field.metadata["help"]) > 20 for field in fields)
+
+
+@pytest.mark.parametrize(("field", "value"), cases(0))
+def test_legal_values_are_taken(field, value):
+    extra = {"max_tokens": None} if field == "min_tokens" else {"best_of": 128} if field == "n" else {}
+    params = SamplingParams(**{field: value, **extra})
+    assert dataclasses.replace(params) == params  # the normal form is itself legal
+
+
+@pytest.mark.parametrize(("field", "value"), cases(1))
+def test_illegal_values_are_refused_by_name(field, value):
+    with pytest.raises(ParameterError) as caught:
+        SamplingParams(**{field: value})
+    message = str(caught.value)
+    assert isinstance(caught.value, ValueError) and caught.value.field == field
+    assert message.startswith(field + "=") and "must be" in message
+    assert len(message) < 1000, "an error does not echo its input at length"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"top_p": 1.5}, "top_p=1.5 is not allowed: it must be a number in (0, 1] (1 is off)"),
+        ({"temperature": NAN}, "temperature=nan is not allowed: it must be a number in [0, 1e6] (0 is greedy)"),
+        ({"logit_bias": {"5": 1, 6: 101}}, "=101 is not allowed: it must be a number in [-100, 100] for token 6"),
+        ({"logit_bias": {5: 1, "5": 1}}, "given once for each token, and 5 occurs twice"),
+        ({"stop_token_ids": [3, -1]}, "stop_token_ids=-1 is not allowed: it must be None or a list of token ids"),
+        ({"json_schema": "{"}, "or the JSON text of one; this is no JSON ("),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens=5 is not allowed: it must be at most max_tokens=4"),
+        ({"min_tokens": 1, "max_tokens": 0}, "min_tokens=1"),
+        ({"n": 3, "best_of": 2}, "best_of=2 is not allowed: it must be None or an integer from n=3 to 128"),
+        ({"n": 3, "beam_width": 2}, "n=3 is not allowed: it must be at most beam_width=2"),
+        ({"best_of": 4, "beam_width": 4}, "best_of=4 is not allowed: it must be None with beam_width"),
+        ({"temperature": 0.7, "beam_width": 4}, "temperature=0.7 is not allowed: it must be 0 or 1 with beam_width"),
+        ({"top_p": 0.9, "beam_width": 4}, "top_p=0.9 is not allowed: it must be 1 with beam_width: a beam search does"),
+        ({"typical_p": 0.9, "beam_width": 4}, "typical_p=0.9 is not allowed: it must be 1 with beam_width"),
+        ({"top_k": 5, "beam_width": 4}, "top_k=5 is not allowed: it must be 0 or -1 with beam_width"),
+        ({"min_p": 0.1, "beam_width": 4}, "min_p=0.1 is not allowed: it must be 0 with beam_width"),
+        ({"regex": "a", "json_schema": {}}, "json_schema={} is not allowed: it must be None when regex is given"),
+        ({"regex": "a", "choice": ["a"]}, "choice=('a',) is not allowed: it must be None when regex is given"),
+        ({"json_schema": {}, "choice": ["a"]}, "choice=('a',)"),
+        ({"grammar": "a", "choice": ["a"]}, "grammar='a' is not allowed: it must be None when choice is given"),
+    ],
+)
+def test_an_error_shows_the_value_and_what_is_allowed(fields, message):
+    with pytest.raises(ParameterError) as caught:
+        SamplingParams(**fields)
+    assert message in str(caught.value)
+
+
+def test_normal_forms():
+    params = SamplingParams(temperature=1, stop="END", stop_token_ids=[3], logit_bias={"5": 1, 6: 2}, choice=["a", "b"])
+    assert type(params.temperature) is float
+    assert params.stop == ("END",) and params.stop_token_ids == (3,) and params.choice == ("a", "b")
+    assert params.logit_bias == {5: 1.0, 6: 2.0} and SamplingParams(stop=[]).stop == SamplingParams().stop == ()
+    assert SamplingParams(json_schema='{"type": "null"}').json_schema == {"type": "null"}
+    of_numpy = SamplingParams(n=numpy.int64(2), temperature=numpy.float32(0.5))
+    assert type(of_numpy.n) is int and type(of_numpy.temperature) is float
+    with pytest.raises(ParameterError, match="n="):
+        SamplingParams(n=numpy.bool_(True))
+    with pytest.raises(TypeError, match="tempreature"):
+        SamplingParams(tempreature=1)
+
+
+def test_later_edits_of_the_arguments_change_nothing():
+    stop, bias, schema = ["a"], {1: 1.0}, {"properties": {}}
+    params = SamplingParams(stop=stop, logit_bias=bias, json_schema=schema)
+    stop.append("b"), bias.update({2: 1.0}), schema["properties"].update(x={})
+    assert params.stop == ("a",) and params.logit_bias == {1: 1.0} and params.json_schema == {"properties": {}}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.n = 2
+
+
+def test_a_schema_nested_beyond_reason_is_refused():
+    schema: dict = {}
+    for _ in range(20_000):
+        schema = {"items": schema}
+    with pytest.raises(ParameterError, match="nested too deeply"):
+        SamplingParams(json_schema=schema)
+    with pytest.raises(ParameterError, match="json_schema"):
+        SamplingParams(json_schema='{"items": ' * 200_000 + "{}" + "}" * 200_000)
+
+
+def test_token_ids_beyond_the_vocabulary_are_refused_before_scheduling():
+    SamplingParams(logit_bias={}, stop_token_ids=[]).check_vocab(100)
+    SamplingParams(logit_bias={"99": 5}, stop_token_ids=[99]).check_vocab(100)
+    with pytest.raises(ParameterError, match=r"logit_bias=999999.*below the vocabulary size 100"):
+        SamplingParams(logit_bias={"999999": 5}).check_vocab(100)
+    with pytest.raises(ParameterError, match=r"stop_token_ids=100.*below the vocabulary size 100"):
+        SamplingParams(stop_token_ids=[5, 100]).check_vocab(100)
+
+
+# The rules are what is in the list
+
+EVEN = Rule((), WEIGHTS, lambda weights, row, state: weights * (torch.arange(len(weights)) % 2 == 0))
+LIFT = Rule(("stop",), LOGITS, lambda row, state: row[7:8].add_(1000.0))
+
+
+@pytest.fixture(params=[EVEN, LIFT], ids=["of weights", "of logits"])
+def made_up(request, monkeypatch) -> tuple[Rule, set[int]]:
+    """A rule that is in the list for one test, and the tokens that it leaves of 40."""
+    monkeypatch.setattr(sampling, "RULES", [*RULES, request.param])
+    return request.param, set(range(0, 40, 2)) if request.param is EVEN else {7}
+
+
+@BACKENDS
+@pytest.mark.parametrize("fields", [{}, {"top_p": 0.9, "temperature": 2}, {"repetition_penalty": 1.2}])
+def test_a_rule_in_the_list_is_in_force_wherever_tokens_are_drawn(made_up, backend, fields, monkeypatch):
+    rule, allowed = made_up
+    if rule.changes == WEIGHTS:  # which is another one than the kernel knows
+        monkeypatch.setattr(sampling.kernels_native, "draw", lambda *_: pytest.fail("the native draw ignores the rule"))
+    row, q = normal(1, 40), torch.full((40,), 1 / 40, dtype=torch.float64)
+    for seed in range(30):
+        one = state([1], [2], seed=seed, stop="x", **fields)
+        assert set(probabilities(row[0], one).nonzero().flatten().tolist()) <= allowed
+        assert sample(row, [one])[0].token in allowed
+        answer = SimpleNamespace(
+            sampler=one,
+            request=SimpleNamespace(params=one.params),
+            guess_probs=[q],
+            num_guessed=1,
+            seq=SimpleNamespace(num_draft=1),
+        )
+        assert verdict(answer, row[0], draw(q, one.uniform(3)), None).token in allowed
+
+
+def test_a_rule_of_logits_is_in_force_for_greedy_rows_and_beside_others(made_up):
+    rule, allowed = made_up
+    rows = normal(3, 40)
+    got = tokens(sample(rows, [state(temperature=0, stop="x"), state(temperature=0), state(temperature=0, top_k=3)]))
+    assert got[1:] == rows[1:].argmax(-1).tolist(), "which it is not active for"
+    assert got[0] == (rows[0].argmax() if rule is EVEN else 7)
+
+
+def test_a_rule_is_active_where_one_of_its_fields_is_not_at_its_default():
+    def active(**fields):
+        one = state(**fields)
+        return [RULES.index(rule) for rule in (*one.logit_rules, *one.filters)]
+
+    assert active() == active(logprobs=3, stop=["x"], n=2, top_k=0) == []
+    assert active(logit_bias={1: 2}, min_tokens=1, min_p=0.1, top_k=5, top_p=0.9, typical_p=0.9) == [0, 2, 3, 4, 5, 6]
+    assert active(presence_penalty=1) == active(frequency_penalty=1) == active(repetition_penalty=2) == [1]
+    assert state(top_p=0.9, min_p=0.1, top_k=5).native and not state(typical_p=0.9).native
+
+
+# Filters and draws
 
 
 def sorted_reference(row: torch.Tensor, params: SamplingParams) -> list[int]:
-    """The filters by their definitions, over a full sort and in Python's integers: ticks by id, 0 = dropped."""
+    """The filters by their definitions, over a full sort and in Python's integers: weights by id, 0 = dropped."""
     order = sorted(range(len(row)), key=lambda i: (-row[i].item(), i))
     if params.greedy:
         return [int(i == order[0]) for i in range(len(row))]
-    ticks = [int(t) for t in (((row - row.max()) / params.temperature).exp() * TICKS).round().tolist()]
-    kept = [i for i in order if ticks[i] >= params.min_p * TICKS]
+    weights = [int(w) for w in (((row - row.max()) / params.temperature).exp() * FULL_WEIGHT).round().tolist()]
+    kept = [i for i in order if weights[i] >= params.min_p * FULL_WEIGHT]
     kept = kept[: params.top_k] if params.top_k > 0 else kept
-    goal, reached, nucleus = params.top_p * sum(ticks[i] for i in kept), 0, []
+    goal, reached, nucleus = params.top_p * sum(weights[i] for i in kept), 0, set()
     for i in kept:
         if nucleus and reached >= goal:
             break
-        nucleus.append(i)
-        reached += ticks[i]
-    return [ticks[i] if i in set(nucleus) else 0 for i in range(len(row))]
+        nucleus.add(i)
+        reached += weights[i]
+    return [weights[i] if i in nucleus else 0 for i in range(len(row))]
 
 
 FILTERS = st.fixed_dictionaries(
@@ -57,23 +280,22 @@ FILTERS = st.fixed_dictionaries(
     },
 )
 # Coarse values give ties everywhere; the fine ones give none; -inf is what masks leave.
-LOGITS = st.lists(
+LOGIT_LISTS = st.lists(
     st.one_of(st.integers(-3, 3).map(float), st.floats(-30, 30, width=32), st.sampled_from([-INF, 3e38, -3e38])),
     min_size=1,
     max_size=60,
 ).filter(lambda values: max(values) > -INF)
 
 
-@given(LOGITS, FILTERS, st.integers(0, 2**40))
+@given(LOGIT_LISTS, FILTERS, st.integers(0, 2**40))
 def test_filters_and_draws_equal_a_full_sort_exactly(values, fields, seed):
-    row, params = torch.tensor(values), SamplingParams(**fields)
-    ticks = sorted_reference(row, params)
-    total = sum(ticks)
-    assert probabilities(row[None], [state(**fields)])[0].tolist() == [t / total for t in ticks]
-    dart, expected = uniform(seed, 0, 0) * total, 0
-    while (dart := dart - ticks[expected]) >= 0:
+    row, one = torch.tensor(values), state(seed=seed, **fields)
+    weights = sorted_reference(row, one.params)
+    assert probabilities(row, one).tolist() == [w / sum(weights) for w in weights]
+    rest, expected = uniform(seed, 0, 0) * sum(weights), 0
+    while (rest := rest - weights[expected]) >= 0:
         expected += 1
-    assert tokens(sample(row[None], [state(seed=seed, **fields)])) == [expected]
+    assert tokens(sample(row[None], [one])) == [expected]
 
 
 @pytest.mark.parametrize("shape", ["peaked", "flat", "all equal", "two levels", "bfloat16 ties"])
@@ -81,31 +303,55 @@ def test_a_real_vocabulary_equals_a_full_sort_exactly(shape):
     row = shaped(shape)
     for fields in [{"top_p": 0.9}, {"top_k": 40, "top_p": 0.5}, {"top_k": 3000}, {"min_p": 0.02, "top_p": 0.99}]:
         params = SamplingParams(**fields)
-        ticks = (((row - row.max()) / 1.0).exp() * TICKS).round().double()
+        weights = (((row - row.max()) / 1.0).exp() * FULL_WEIGHT).round().double()
         order = row.sort(descending=True, stable=True).indices
-        order = order[ticks[order] >= params.min_p * TICKS]
+        order = order[weights[order] >= params.min_p * FULL_WEIGHT]
         order = order[: params.top_k] if params.top_k else order
-        reach = ticks[order].cumsum(0)
+        reach = weights[order].cumsum(0)
         order = order[: int((reach < params.top_p * reach[-1]).sum()) + 1]
         expected = torch.zeros(len(row), dtype=torch.float64)
-        expected[order] = ticks[order] / ticks[order].sum()
-        assert torch.equal(probabilities(row[None], [state(**fields)])[0], expected), fields
+        expected[order] = weights[order] / weights[order].sum()
+        assert torch.equal(probabilities(row, state(**fields)), expected), fields
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_nucleus_that_ends_exactly_on_a_border_takes_no_token_more(seed):
     """top_p set to the very share of the best tokens: the first rank to reach it is the last one kept."""
     row = normal(1, 40, seed)[0]
-    ticks = sorted(sorted_reference(row, SamplingParams()), reverse=True)
+    weights = sorted(sorted_reference(row, SamplingParams()), reverse=True)
     for kept in range(1, 41):
-        top_p = sum(ticks[:kept]) / sum(ticks)
+        top_p = sum(weights[:kept]) / sum(weights)
         for fields in ({"top_p": top_p}, {"top_p": top_p, "top_k": 39}):
-            expected = [t > 0 for t in sorted_reference(row, SamplingParams(**fields))]
-            assert probabilities(row[None], [state(**fields)])[0].gt(0).tolist() == expected
+            expected = [w > 0 for w in sorted_reference(row, SamplingParams(**fields))]
+            assert probabilities(row, state(**fields)).gt(0).tolist() == expected
+
+
+@given(LOGIT_LISTS, st.floats(0.01, 0.999), st.sampled_from([{}, {"top_k": 5}, {"temperature": 2.0, "min_p": 0.01}]))
+def test_typical_p_equals_a_plain_reference(values, share, fields):
+    """Meister et al.: of the tokens sorted by | -log p - H |, the shortest run that holds the share."""
+    row = torch.tensor(values)
+    p = probabilities(row, state(**fields)).numpy()
+    surprise = -numpy.log(p, where=p > 0, out=numpy.full(len(p), -INF))
+    distance = numpy.abs(surprise - numpy.sum(p[p > 0] * surprise[p > 0]))
+    got = probabilities(row, state(typical_p=share, **fields)).numpy()
+    kept, dropped = got > 0, (got == 0) & (p > 0)
+    assert kept.any() and not (kept & (p == 0)).any()
+    numpy.testing.assert_allclose(got, numpy.where(kept, p, 0) / p[kept].sum(), rtol=1e-12)
+    assert p[kept].sum() >= share - 1e-9, "the mass is reached"
+    last = distance[kept].max()
+    assert not dropped.any() or distance[dropped].min() >= last - 1e-9, "the nearest are kept"
+    assert p[kept].sum() - p[kept & (distance >= last - 1e-9)].max() < share + 1e-9, "and no token more"
+
+
+def test_typical_p_drops_a_token_that_is_too_likely():
+    row = torch.tensor([math.log(0.4), *[math.log(0.06)] * 10])
+    assert probabilities(row, state(typical_p=0.5)).nonzero().flatten().tolist() == list(range(1, 10)), "ties by id"
+    assert probabilities(row, state(typical_p=0.5, top_p=0.3)).tolist() == [1.0, *[0.0] * 10], "after the other filters"
+    assert tokens(sample(row[None], [state(typical_p=0.5, temperature=0)])) == [0], "greedy is greedy"
 
 
 def test_draw_never_lands_on_nothing():
-    """A dart on a border belongs to the right, and the last one still hits the last token that has weight."""
+    """A u on a border belongs to the right, and the last one still hits the last token that has weight."""
     assert draw(torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0]), 0.0) == 1
     assert draw(torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0]), 0.5) == 3
     for seed in range(50):
@@ -117,7 +363,7 @@ def test_draw_never_lands_on_nothing():
     st.integers(0, 10_000), st.sampled_from([0.3, 1.0, 1.7]), st.floats(0.05, 1), st.integers(0, 30), st.floats(0, 0.5)
 )
 def test_probabilities_are_the_textbook_softmax_filters(seed, temperature, top_p, top_k, min_p):
-    """In float64 without ticks: agreement to what half a tick per token can move."""
+    """In float64 without whole numbers: agreement to what half a weight per token can move."""
     row = normal(1, 50, seed)[0]
     p = torch.softmax(row.double() / temperature, 0)
     p[p < min_p * p.max()] = 0
@@ -125,7 +371,7 @@ def test_probabilities_are_the_textbook_softmax_filters(seed, temperature, top_p
         p[p < p.sort(descending=True).values[top_k - 1]] = 0
     ordered, ids = (p / p.sum()).sort(descending=True)
     p[ids[1:][ordered.cumsum(0)[:-1] >= top_p]] = 0
-    got = probabilities(row[None], [state(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)])[0]
+    got = probabilities(row, state(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p))
     torch.testing.assert_close(got, p / p.sum(), rtol=2e-5, atol=1e-9)
 
 
@@ -134,31 +380,29 @@ def chi_square_bound(freedom: int, z: float = 3.7) -> float:
     return freedom * (1 - 2 / (9 * freedom) + z * math.sqrt(2 / (9 * freedom))) ** 3
 
 
+MIXED = {
+    "temperature": 1.3,
+    "min_p": 0.02,
+    "top_k": 7,
+    "top_p": 0.93,
+    "repetition_penalty": 1.4,
+    "presence_penalty": 0.5,
+}
+
+
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
-        {"temperature": 0.6},
-        {"temperature": 2.0, "top_k": 5},
-        {"top_p": 0.8},
-        {"min_p": 0.15},
-        {
-            "temperature": 1.3,
-            "min_p": 0.02,
-            "top_k": 7,
-            "top_p": 0.93,
-            "repetition_penalty": 1.4,
-            "presence_penalty": 0.5,
-        },
+        *({}, {"temperature": 0.6}, {"temperature": 2.0, "top_k": 5}, {"top_p": 0.8}, {"min_p": 0.15}),
+        *({"typical_p": 0.6}, {"typical_p": 0.4, "temperature": 0.7, "top_k": 8}, MIXED),
     ],
 )
 @pytest.mark.parametrize("vary", ["seed", "position"])
 def test_draws_follow_the_distribution(fields, vary):
-    """Chi-square over a vocabulary of 9, the darts taken over many seeds at one position, or along one request."""
-    row, draws = torch.tensor([[2.0, 0.5, 1.0, -1.0, 0.0, 1.5, -3.0, 0.7, 1.0]]), 1200
+    """Chi-square over a vocabulary of 9, u taken over many seeds at one position, or along one request."""
+    row, draws = torch.tensor([2.0, 0.5, 1.0, -1.0, 0.0, 1.5, -3.0, 0.7, 1.0]), 1200
     seen = state([0, 1], [1, 3, 3], **fields)
-    processed = process_logits(row, [seen])
-    exact = probabilities(processed, [seen])[0]
+    exact, processed = probabilities(row, seen), constrained(row, seen)[None]
     # Penalties are applied once, so that each draw starts from the same row.
     plain = {name: value for name, value in fields.items() if "penalty" not in name}
     if vary == "seed":
@@ -185,14 +429,13 @@ def test_uniform_is_uniform_along_each_argument(axis):
     assert all(0 <= u < 1 for u in numbers)
     counts = Counter(int(u * 20) for u in numbers)
     assert sum((counts[b] - 200) ** 2 / 200 for b in range(20)) < chi_square_bound(19)
-    serial = sum((a - 0.5) * (b - 0.5) for a, b in zip(numbers, numbers[1:], strict=False)) / len(numbers) * 12
+    serial = sum((a - 0.5) * (b - 0.5) for a, b in itertools.pairwise(numbers)) / len(numbers) * 12
     assert abs(serial) < 4 / math.sqrt(len(numbers))
-
-
-def test_uniform_takes_any_seed():
     seeds = [0, -1, -(2**63), 2**63 - 1, 2**64 - 1]
     assert len({uniform(seed, 0, 0) for seed in seeds}) == len(seeds) - 1  # -1 and 2**64 - 1 are the same 64 bits
 
+
+# Rows in company
 
 COMPANY = [  # what may stand in one batch: every kind of row
     {"temperature": 0},
@@ -203,6 +446,7 @@ COMPANY = [  # what may stand in one batch: every kind of row
     {"top_p": 0.9, "frequency_penalty": 1.0},
     {"min_p": 0.1, "logit_bias": {"5": 3, "7": -100}},
     {"temperature": 1.5, "top_k": 30, "top_p": 0.8, "min_tokens": 9, "best_of": 2},
+    {"typical_p": 0.7},
 ]
 
 
@@ -218,29 +462,20 @@ def company(vocab: int, broken: bool = False) -> tuple[torch.Tensor, list[Sample
 @given(st.lists(st.integers(0, len(COMPANY) - 1), min_size=1, max_size=12), st.sampled_from([320, 331]), st.booleans())
 def test_a_row_is_bit_identical_in_any_batch(members, vocab, broken):
     rows, states, masks = company(vocab, broken)
-    alone = [sample(rows[i : i + 1], [states[i]], [masks[i]])[0] for i in members]
-    batch = sample(rows[members], [states[i] for i in members], [masks[i] for i in members])
+    alone = [repr(sample(rows[i : i + 1], [states[i]], [masks[i]])[0]) for i in members]
+    chosen = [states[i] for i in members], [masks[i] for i in members]
     strided = rows[members].t().contiguous().t()  # the same values, other strides
     before = repr(rows.tolist())
-    chosen = sample(rows, [states[i] for i in members], [masks[i] for i in members], members)  # of a larger table
-    assert list(map(repr, batch)) == list(map(repr, alone)) == list(map(repr, chosen))
+    for batch in (sample(rows[members], *chosen), sample(rows, *chosen, members), sample(strided, *chosen)):
+        assert list(map(repr, batch)) == alone
     assert repr(rows.tolist()) == before, "the rows of others, and those drawn from, stay as they are"
-    assert list(map(repr, sample(strided, [states[i] for i in members], [masks[i] for i in members]))) == list(
-        map(repr, alone)
-    )
-    if not broken:
-        processed = process_logits(rows[members], [states[i] for i in members], [masks[i] for i in members])
-        together = probabilities(processed, [states[i] for i in members])
-        for r, i in enumerate(members):
-            assert torch.equal(together[r], probabilities(processed[r : r + 1], [states[i]])[0])
 
 
 def test_a_row_is_bit_identical_in_any_batch_at_full_size():
     rows, states, masks = company(49_152)
     alone = [sample(rows[i : i + 1], [states[i]], [masks[i]])[0] for i in range(len(rows))]
-    for order in (list(range(8)), [5, 3, 6], [7, 6, 5, 4, 3, 2, 1, 0]):
-        pick = [states[i] for i in order], [masks[i] for i in order]
-        assert sample(rows[order], *pick) == [alone[i] for i in order]
+    for order in (list(range(9)), [5, 3, 8], [7, 6, 5, 4, 3, 2, 1, 0]):
+        assert sample(rows[order], [states[i] for i in order], [masks[i] for i in order]) == [alone[i] for i in order]
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 7, 255, 256, 257, 320, 1000, 49_152, 50_257])
@@ -255,117 +490,95 @@ def test_argmax_is_torchs_and_takes_the_lowest_id(vocab):
     assert sampling.argmax(rows, some) == ([best[r] for r in some], [ids[r] for r in some])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_other_dtypes_and_the_callers_tensor_stay_as_they_are(dtype):
     rows = normal(2, 40).to(dtype)
     before = rows.clone()
-    first = sample(rows, [state(temperature=0, logit_bias={3: 50}), state(repetition_penalty=2, prompt=[1])])
+    states = [state(temperature=0, logit_bias={3: 50}), state(repetition_penalty=2, prompt=[1])]
+    assert sample(rows, states) == sample(rows.float(), states)
+    probabilities(rows[0], states[0])
     assert torch.equal(rows, before) and rows.dtype == dtype
-    assert first == sample(
-        rows.float(), [state(temperature=0, logit_bias={3: 50}), state(repetition_penalty=2, prompt=[1])]
-    )
-    plain = rows.float()
-    process_logits(plain, [state(logit_bias={1: 1}), state()])
-    assert torch.equal(plain, before.float())
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"temperature": 1e6},
-        {"temperature": 1e-5},
-        {"repetition_penalty": 1e-4},
-        {"repetition_penalty": 1e4},
-        {"top_p": 1e-300},
+        *({"temperature": 1e6}, {"temperature": 1e-5}, {"repetition_penalty": 1e-4}, {"repetition_penalty": 1e4}),
+        *({"top_p": 1e-300}, {"typical_p": 1e-300}, {"typical_p": 0.999999}),
     ],
 )
 def test_extremes_neither_overflow_nor_lose_every_token(fields):
     rows = torch.tensor([[3e38, -3e38, 0.0, -INF], [1e-38, -1e-38, 0.0, -INF], [-3e38, -3e38, -INF, -INF]])
-    states = [state([0, 1], [1, 2, 3], seed=5, **fields) for _ in rows]
-    p = probabilities(process_logits(rows, states), states)
-    assert torch.isfinite(p).all() and torch.allclose(p.sum(-1), torch.ones(3, dtype=torch.float64))
-    assert p[:, 3].eq(0).all() and all(isinstance(result, Sampled) for result in sample(rows, states))
+    one = state([0, 1], [1, 2, 3], seed=5, **fields)
+    for row in rows:
+        p = probabilities(row, one)
+        assert torch.isfinite(p).all() and float(p.sum()) == pytest.approx(1) and p[3] == 0
+    assert all(isinstance(result, Sampled) for result in sample(rows, [one] * 3))
 
 
 # Greedy, seeds, broken rows
 
 
-def test_F17_greedy_rows_are_argmax_beside_drawn_ones():
+def test_greedy_rows_are_argmax_beside_drawn_ones():
     rows = normal(6, 500).round()  # ties: the lowest id, also for top_k=1
-    kinds = [
-        {"temperature": 0},
-        {"temperature": 1e-6},
-        {"temperature": 0.8},
-        {"top_k": 1},
-        {"min_p": 1},
-        {"top_p": 1e-9},
-    ]
-    got = tokens(sample(rows, [state(**fields) for fields in kinds]))
+    kinds = [{"temperature": 0}, {"temperature": 1e-6}, {"top_k": 1}, {"min_p": 1}, {"top_p": 1e-9}, {}]
+    states = [state(**fields) for fields in kinds]
     best = rows.argmax(-1).tolist()
-    assert [got[i] for i in (0, 1, 3, 4, 5)] == [best[i] for i in (0, 1, 3, 4, 5)]
-    one_hot = probabilities(rows[:2], [state(temperature=0), state(top_k=1)])
-    assert one_hot.argmax(-1).tolist() == best[:2] and one_hot.sum().item() == 2
+    assert tokens(sample(rows, states))[:5] == best[:5]
+    for row, one, token in zip(rows, states[:5], best, strict=False):
+        assert probabilities(row, one).nonzero().tolist() == [[token]]
 
 
-def test_F18_min_p_compares_probabilities():
-    rows = torch.tensor([[2.0, 1.0, 0.0, -9.0], [0.0, 2.0, -9.0, 1.0]])
-    p = probabilities(rows, [state(min_p=0.1), state(min_p=0.1)])
-    kept = torch.softmax(torch.tensor([2.0, 1.0, 0.0], dtype=torch.float64), 0)  # 0.665, 0.245, 0.090 >= 0.0665
-    torch.testing.assert_close(p[0], torch.tensor([*kept, 0.0], dtype=torch.float64), rtol=0, atol=1e-7)
-    torch.testing.assert_close(
-        p[1], torch.tensor([kept[2], kept[0], 0.0, kept[1]], dtype=torch.float64), rtol=0, atol=1e-7
-    )
-    assert probabilities(rows, [state(min_p=0.14)] * 2).count_nonzero(-1).tolist() == [2, 2]  # e**-2 = 0.135
-    assert probabilities(rows, [state(min_p=1)] * 2).argmax(-1).tolist() == [0, 1]
+def test_min_p_compares_probabilities():
+    row = torch.tensor([2.0, 1.0, 0.0, -9.0])
+    kept = torch.softmax(row[:3].double(), 0)  # 0.665, 0.245, 0.090 >= 0.0665
+    p = probabilities(row, state(min_p=0.1))
+    torch.testing.assert_close(p, torch.tensor([*kept, 0.0], dtype=torch.float64), rtol=0, atol=1e-7)
+    assert probabilities(row, state(min_p=0.14)).count_nonzero() == 2  # e**-2 = 0.135
+    assert probabilities(row, state(min_p=1)).tolist() == [1, 0, 0, 0]
 
 
-def test_F20_choices_of_one_seed_differ_and_reproduce():
+def test_answers_of_one_seed_differ_and_reproduce():
     row = normal(1, 300, spread=1.0)
 
-    def run(seed, choice):
-        walker = state(seed=99, choice=choice, **({} if seed is None else {"params_seed": seed}))
+    def run(seed, index):
+        walker = SamplerState(SamplingParams(n=3, seed=seed), [1, 2], index, seed=99)
         out = []
         for _ in range(12):
-            out.append(sample(row, [walker])[0].token)
+            out += tokens(sample(row, [walker]))
             walker.commit(out[-1])
         return out
 
-    def state(seed, choice, params_seed=None):
-        return SamplerState(SamplingParams(n=3, seed=params_seed), [1, 2], choice=choice, seed=seed)
-
-    first = [run(1, choice) for choice in range(3)]
-    assert first == [run(1, choice) for choice in range(3)]
-    assert len(set(map(tuple, first))) == 3
-    assert run(2, 0) != run(1, 0)
-    assert run(None, 0) == run(None, 0) != run(1, 0)  # the engine's seed stands in
-    assert run(0, 0) != run(None, 0)  # seed 0 is a seed
+    first = [run(1, index) for index in range(3)]
+    assert first == [run(1, index) for index in range(3)] and len(set(map(tuple, first))) == 3
+    assert run(2, 0) != run(1, 0) and run(0, 0) != run(None, 0), "seed 0 is a seed"
+    assert run(None, 0) == run(None, 0) != run(1, 0), "the engine's seed stands in"
+    unseeded = [SamplerState(SamplingParams(), []) for _ in range(8)]
+    assert len(set(tokens(sample(torch.zeros(8, 10_000), unseeded)))) > 1
 
 
-def test_F20_a_fork_takes_its_own_index_and_goes_on_from_the_same_place():
+def test_a_fork_takes_its_own_index_and_goes_on_from_the_same_place():
     row, trunk = normal(1, 300, spread=1.0), state([1], [2, 3], seed=5)
-    assert tokens(sample(row, [trunk.fork(4)])) == tokens(sample(row, [state([1], [2, 3], seed=5, choice=4)]))
-    assert len({sample(row, [trunk.fork(choice)])[0].token for choice in range(20)}) > 10
-
-
-def test_unseeded_requests_differ():
-    row, params = torch.zeros(1, 10_000), SamplingParams()
-    assert len({sample(row, [SamplerState(params, [])])[0].token for _ in range(8)}) > 1
+    assert tokens(sample(row, [trunk.fork(4)])) == tokens(sample(row, [state([1], [2, 3], seed=5, index=4)]))
+    assert sample(row, [trunk.fork(0)]) == sample(row, [trunk]), "a guess ahead shares the random stream"
+    assert len({sample(row, [trunk.fork(index)])[0].token for index in range(20)}) > 10
 
 
 @pytest.mark.parametrize("fields", [{"temperature": 0}, {}, {"temperature": 0, "logit_bias": {0: 5}}, {"logprobs": 2}])
 @pytest.mark.parametrize("poison", [math.nan, INF, -INF])
-def test_F21_a_row_that_is_not_finite_is_an_error_and_its_neighbours_go_on(poison, fields):
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
+def test_a_row_that_is_not_finite_is_an_error_and_its_neighbours_go_on(poison, fields, masked):
     rows = normal(3, 512)
     rows[1, :] = poison if poison == -INF else rows[1]
     rows[1, 300] = poison
     states = [state([1], [2], seed=i, **fields) for i in range(3)]
-    got = sample(rows, states, [torch.arange(512) < 100] * 3)  # also when the mask would hide the bad entry
+    masks = [torch.arange(512) < 100 if masked else None] * 3  # the mask would hide the bad entry
+    got = sample(rows, states, masks)
     assert isinstance(got[1], NonFiniteLogits) and "bfloat16 or float32" in str(got[1])
-    clean = normal(3, 512)
-    assert [got[0], got[2]] == sample(clean[[0, 2]], [states[0], states[2]], [torch.arange(512) < 100] * 2)
+    assert [got[0], got[2]] == sample(normal(3, 512)[[0, 2]], [states[0], states[2]], masks[:2])
     assert isinstance(prompt_logprobs(rows, [0, 0, 0], 1)[1], NonFiniteLogits)
-    with pytest.raises(NoTokenLeft if poison == -INF else NonFiniteLogits):  # masks write -inf too
-        probabilities(rows, states)
+    with pytest.raises(NonFiniteLogits):
+        probabilities(rows[1], states[1], masks[1])
 
 
 # Log-probabilities
@@ -387,7 +600,7 @@ def test_logprobs_are_the_raw_log_softmax(seed, k, ties):
         assert got.top[got.rank - 1] == (got.token, got.logprob)
 
 
-def test_logprobs_cost_nothing_unless_asked_for():
+def test_logprobs_cost_nothing_unless_they_are_needed():
     row = normal(1, 50)
     assert sample(row, [state(temperature=0)])[0] == Sampled(int(row.argmax()))
     assert sample(row, [state(best_of=2)])[0].logprob is not None and sample(row, [state(best_of=2)])[0].top is None
@@ -395,7 +608,7 @@ def test_logprobs_cost_nothing_unless_asked_for():
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=10))
-def test_F24_prompt_logprobs_do_not_depend_on_chunks(chunks):
+def test_prompt_logprobs_do_not_depend_on_chunks(chunks):
     n = sum(chunks)
     logits, targets = normal(n, 131), [(7 * i) % 131 for i in range(n)]
     whole, pieces, start = prompt_logprobs(logits, targets, 3), [], 0
@@ -405,42 +618,137 @@ def test_F24_prompt_logprobs_do_not_depend_on_chunks(chunks):
     assert pieces == whole
     exact = torch.log_softmax(logits.double(), -1)[range(n), targets]
     assert [scored.logprob for scored in whole] == pytest.approx(exact.tolist(), abs=1e-5)
-    assert [scored.token for scored in whole] == targets
-
-
-def test_an_impossible_prompt_token_has_log_probability_minus_infinity():
+    assert tokens(whole) == targets
     scored = prompt_logprobs(torch.tensor([[0.0, -INF, 0.0]]), [1], 2)[0]
     assert scored.logprob == -INF and scored.rank == 3 and [i for i, _ in scored.top] == [0, 2]
 
 
-# Beams
-
-
-@given(st.integers(1, 5), st.integers(1, 12), st.integers(1, 12), st.integers(0, 1000), st.booleans())
-def test_beam_step_is_brute_force(beams, vocab, n, seed, ties):
-    logits = normal(beams, vocab, seed)
-    logprobs = logits.round() if ties else torch.log_softmax(logits, -1)
-    logprobs[seed % beams, 0] = -INF
-    scores = [-float(b % 2) for b in range(beams)]
-    every = [(b, v, scores[b] + logprobs[b, v].item()) for b in range(beams) for v in range(vocab)]
-    expected = sorted((c for c in every if c[2] > -INF), key=lambda c: (-c[2], c[0], c[1]))[:n]
-    assert beam_step(logprobs, scores, n) == expected
-
-
-def test_beam_score_divides_by_a_power_of_the_length():
-    assert beam_score(-6.0, 3) == -2.0 and beam_score(-6.0, 3, 0.0) == -6.0 and beam_score(0.0, 0) == 0.0
-
-
 @pytest.mark.parametrize(
-    "fields", [{"temperature": 0}, {}, {"top_k": 40}, {"top_p": 0.95}, {"min_p": 0.1, "top_p": 0.9}, {"logprobs": 20}]
+    "fields", [{"temperature": 0}, {}, {"top_k": 40}, {"top_p": 0.9}, {"typical_p": 0.9}, {"logprobs": 20}]
 )
-def test_no_filter_sorts_the_vocabulary(fields, monkeypatch):
+def test_no_filter_sorts_the_vocabulary_of_a_row_like_a_models(fields, monkeypatch):
     sorted_sizes, plain = [0], torch.Tensor.sort
 
     def counting(self, *args, **kwargs):
         sorted_sizes.append(len(self))
         return plain(self, *args, **kwargs)
 
+    monkeypatch.setattr(kernels, "backend", lambda: "reference")
     monkeypatch.setattr(torch.Tensor, "sort", counting)
-    sample(normal(4, 49_152), [state(seed=seed, **fields) for seed in range(4)])
+    rows = -3 * torch.arange(1.0, 49_153).log().repeat(4, 1)  # token of rank r has a share of r**-3
+    sample(rows, [state(seed=seed, **fields) for seed in range(4)])
     assert max(sorted_sizes) < 1000
+
+
+# Penalties and bans
+
+
+def test_repetition_multiplies_negative_and_divides_positive_over_prompt_and_output():
+    row = torch.tensor([-1.0, 1.0, 4.0, -2.0, 0.5])
+    assert constrained(row, state([0, 2], [1], repetition_penalty=2)).tolist() == [-2.0, 0.5, 2.0, -2.0, 0.5]
+
+
+def test_presence_and_frequency_count_the_output_only():
+    row = torch.zeros(5)
+    assert constrained(row, state([0, 0], [1, 2, 2], presence_penalty=0.5)).tolist() == [0, -0.5, -0.5, 0, 0]
+    assert constrained(row, state([0, 0], [1, 2, 2], frequency_penalty=0.5)).tolist() == [0, -0.5, -1.0, 0, 0]
+    every = state([0, 1], [1, 1], frequency_penalty=-0.25, presence_penalty=1.0, repetition_penalty=2)
+    assert constrained(row + 4, every).tolist() == [2.0, 1.5, 4.0, 4.0, 4.0]
+
+
+def test_bias_comes_before_penalties_and_nothing_lifts_a_ban():
+    row = torch.ones(4)
+    biased = state([0], logit_bias={0: 3, 1: 3}, repetition_penalty=2)
+    assert constrained(row, biased).tolist() == [2.0, 4.0, 1.0, 1.0]
+    banned = state([1], [1], logit_bias={1: 100, 2: 100}, min_tokens=2, stop_token_ids=[2], presence_penalty=-2)
+    assert constrained(row, banned, torch.tensor([True, False, True, True])).tolist() == [1.0, -INF, -INF, 1.0]
+
+
+@given(
+    st.lists(st.integers(0, 9), max_size=20),
+    st.lists(st.one_of(st.integers(0, 9), st.integers(0, 90), st.just(-1)), max_size=120),
+    st.sampled_from([1.0, 1.3]),
+)
+def test_counts_survive_any_commits_and_forks(prompt, script, repetition):
+    """Script: commit a token, or (-1) go on with a fork. Penalised rows equal those of the definition."""
+    row = normal(1, 91, seed=1)[0]
+    fields = {"repetition_penalty": repetition, "presence_penalty": 0.4, "frequency_penalty": 0.3}
+    walked, output = state(prompt, **fields), []
+    for step in script:
+        if step >= 0:
+            walked.commit(step)
+            output.append(step)
+        else:
+            left, walked = walked, walked.fork(1)
+            left.commit(50)  # whose tokens are its own
+        expected = row.clone()
+        for token in set(prompt) | set(output) if repetition != 1 else ():
+            expected[token] = expected[token] * repetition if expected[token] < 0 else expected[token] / repetition
+        for token, count in Counter(output).items():
+            expected[token] -= 0.3 * count + 0.4
+        torch.testing.assert_close(constrained(row, walked), expected, rtol=0, atol=1e-5)
+    assert torch.equal(constrained(row, walked), constrained(row, state(prompt, output, **fields)))
+    assert walked.n_output == len(output)
+
+
+def test_min_tokens_bans_every_eos_and_stop_id_until_then():
+    row = normal(1, 30)
+    walker = state(eos=[3, 4], temperature=0, logit_bias={3: 90, 4: 80, 5: 70}, min_tokens=4, stop_token_ids=[5])
+    out = []
+    for _ in range(5):
+        out += tokens(sample(row, [walker]))
+        walker.commit(out[-1])
+    assert not {3, 4, 5} & set(out[:4]) and out[4] == 3
+
+
+def test_ignored_eos_ids_are_tokens_like_any_other():
+    fields = {"temperature": 0, "logit_bias": {7: 100}, "min_tokens": 4}
+    row = normal(1, 30)
+    assert tokens(sample(row, [state(eos=[5, 7, 9], **fields)])) != [7]
+    assert tokens(sample(row, [state(eos=[5, 7, 9], ignore_eos=True, **fields)])) == [7]
+    assert tokens(sample(row, [state(ignore_eos=True, stop_token_ids=[7], **fields)])) != [7]
+
+
+def test_eos_wins_over_min_tokens_when_the_mask_leaves_nothing_else():
+    row, complete = normal(1, 30), torch.zeros(30, dtype=torch.bool)
+    complete[[3, 4]] = True
+    for fields in ({"temperature": 0}, {}):
+        assert tokens(sample(row, [state(eos=[3, 4], min_tokens=64, max_tokens=99, **fields)], [complete]))[0] in (3, 4)
+    complete[20] = True  # now the text can go on, so it must
+    assert tokens(sample(row, [state(eos=[3, 4], min_tokens=64, max_tokens=99)], [complete])) == [20]
+    for end in ([], [5]):  # a stop token that is part of the text ends nothing: what is asked for cannot be
+        (result,) = sample(row, [state(eos=end, stop_token_ids=[3, 4, 20], min_tokens=64, max_tokens=99)], [complete])
+        assert isinstance(result, NoTokenLeft)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"temperature": 0}, {}, {"top_k": 5}, {"typical_p": 0.9}, {"top_p": 0.9, "logit_bias": {1: 100, 2: 100}}]
+)
+def test_a_mask_is_never_overstepped_and_ids_beyond_it_are_forbidden(fields):
+    rows = normal(1, 64)
+    rows[0, 60] = 50.0  # a padded id
+    mask = torch.zeros(60, dtype=torch.bool)
+    mask[[1, 17, 33]] = True
+    assert {sample(rows, [state(seed=seed, **fields)], [mask])[0].token for seed in range(50)} <= {1, 17, 33}
+
+
+def test_masks_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="up to 8 tokens"):
+        sample(normal(1, 8), [state()], [torch.ones(9, dtype=torch.bool)])
+    with pytest.raises(ValueError, match="bool"):
+        sample(normal(1, 8), [state()], [torch.ones(8)])
+    with pytest.raises(ValueError, match="2 rows of logits, 1 states"):
+        sample(normal(2, 8), [state()])
+
+
+def test_a_row_with_nothing_allowed_fails_alone():
+    rows = normal(3, 8)
+    got = sample(rows, [state(temperature=0)] * 3, [None, torch.zeros(8, dtype=torch.bool), None])
+    assert isinstance(got[1], NoTokenLeft) and not isinstance(got[1], NonFiniteLogits)
+    assert tokens([got[0], got[2]]) == [int(rows[0].argmax()), int(rows[2].argmax())]
+
+
+def test_padded_ids_can_be_pushed_and_an_eos_id_beyond_the_vocabulary_harms_nothing():
+    assert sample(normal(1, 64), [state(logit_bias={"63": 100}, logprobs=1)])[0].token == 63
+    row = normal(1, 30)
+    assert tokens(sample(row, [state(eos=[2, 30, 10**9], temperature=0, min_tokens=2)])) == [int(row.argmax())]

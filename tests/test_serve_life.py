@@ -296,7 +296,7 @@ def test_F66_an_error_in_the_middle_is_the_last_event(server, monkeypatch):
 
     def sample(logits, states, *args):
         results = real(logits, states, *args)
-        bad = [s.params.seed == 9 and len(s.output) == 3 for s in states]
+        bad = [s.params.seed == 9 and s.n_output == 3 for s in states]
         return [ValueError("injected") if b else r for b, r in zip(bad, results, strict=True)]
 
     monkeypatch.setattr(engine_module, "sample", sample)

@@ -15,7 +15,7 @@ from drafting.budget import CREDIT, MARGIN, MOST_CREDIT, SHARE, Record, Speculat
 from drafting.draft_model import check_same_tokens, first_layers
 from generate import LLM
 from kv_paged import blocks_needed
-from sampling import SamplerState, SamplingParams, draw, probabilities, process_logits
+from sampling import SamplerState, SamplingParams, draw, probabilities
 from speculative import GUESS, NgramProposer, rejection_sample, verdict
 from tokenizer import Tokenizer
 
@@ -61,7 +61,7 @@ def test_F42_the_rejection_rule_leaves_the_distribution_as_it_is(fields, drawn):
         for token in (3, 4, 3):
             state.commit(token)
         if drawn:
-            (q,) = probabilities(process_logits(draft[None], [state]), [state])
+            q = probabilities(draft, state)
         else:  # a proposer that is certain of one token
             q = torch.zeros(vocab, dtype=torch.float64)
             q[int(draft.argmax())] = 1.0
@@ -74,7 +74,7 @@ def test_F42_the_rejection_rule_leaves_the_distribution_as_it_is(fields, drawn):
             seq=SimpleNamespace(num_draft=1),
         )
         counts[verdict(choice, target, guess, None).token] += 1
-    (p,) = probabilities(process_logits(target[None], [state]), [state])
+    p = probabilities(target, state)
     assert surprise(counts, p.tolist()) < 5
 
 
