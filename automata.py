@@ -1,11 +1,11 @@
 """Regular expressions as automata over BYTES: a pattern becomes a table, and the past of a text one row of it.
 
-Problem. A constraint such as "a date" is about characters, a language model writes tokens, and a token is a run of
-bytes that may begin or end in the middle of a character. A mask over 50 000 tokens has to cost less than a step.
+Problem. A constraint such as "a date" is about characters; a language model writes tokens, and a token is a run of
+bytes that may begin or end in the middle of a character.
 
 Idea. Parse the pattern into a tree, the tree into a non-deterministic automaton (NFA) over bytes, make each set of NFA
-states that some text leads to one state of a deterministic automaton (DFA), and merge states with the same future. A
-set of characters becomes a trie of UTF-8 byte ranges; bytes that no state tells apart share a column of the table.
+states that some text leads to one state of a deterministic automaton (DFA), and merge states with the same future.
+Bytes that no state tells apart share a column of the table.
 
       a(b|é)*      NFA (~ reads nothing)        DFA table (0 = dead, 1 = start, * accepting)
                    1 -a-> 2 ~> 3 -b-> 2                a   b   C3  A9
@@ -13,21 +13,21 @@ set of characters becomes a trie of UTF-8 byte ranges; bytes that no state tells
                           2 ~> end                 2*  0   2   3   0
                                                    3   0   0   0   2
 
-The reference is Python's `re` on `str`, whole match: the automaton accepts a text exactly when `re.fullmatch(pattern,
-text)` does. What no automaton can do, or what is not supported, is refused by name.
+The automaton accepts a text exactly when `re.fullmatch(pattern, text)` does. What it cannot do is refused by name.
 
 Sources: Thompson, Regular Expression Search Algorithm (1968); Cox, Regular Expression Matching in the Wild (2010), for
 UTF-8; Rabin and Scott (1959) for the subsets; Moore (1956) for the merging.
-Left out: captures (an automaton knows whether, not where), and building states only when a text reaches them: a pattern
-whose automaton explodes, such as (a|b)*a(a|b){30}, is refused while it is compiled, after a fixed amount of work.
+Left out: captures (an automaton knows whether, not where), and states built only when a text reaches them: a pattern
+whose automaton explodes, (a|b)*a(a|b){30}, is refused while it is compiled, after a fixed amount of work.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import re._constants as code  # Python's own reader of patterns gives the tree; what follows from it is done here
 import re._parser
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -41,7 +41,6 @@ DEAD, START = 0, 1
 
 Ranges = tuple[tuple[int, int], ...]  # code points, inclusive, sorted, disjoint
 CHARACTERS: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))  # UTF-8 has no surrogates
-CLASS_LETTERS = {"DIGIT": "d", "SPACE": "s", "WORD": "w"}
 UNSUPPORTED = {
     code.GROUPREF: "a back-reference",
     code.GROUPREF_EXISTS: "a conditional group",
@@ -62,14 +61,12 @@ def compile_regex(pattern: str) -> Dfa:
     return to_dfa(parse(pattern))
 
 
-def compile_choice(choices: Sequence[str]) -> Dfa:
+def compile_choice(choices: Iterable[str]) -> Dfa:
     """The automaton of exactly the given texts. Raises GrammarError."""
-    if isinstance(choices, str) or not choices or not all(isinstance(c, str) for c in choices):
-        raise GrammarError(f"choice must be a non-empty list of strings, not {str(choices)[:60]!r}")
-    for choice in choices:
-        if any(0xD800 <= ord(c) <= 0xDFFF for c in choice):
-            raise GrammarError(f"choice {choice[:60]!r} holds half a surrogate pair, which UTF-8 cannot write")
-    return to_dfa(alt(*(seq(*(chars([(ord(c), ord(c))]) for c in choice)) for choice in choices)))
+    branches = [seq(*(chars([(ord(character), ord(character))]) for character in choice)) for choice in choices]
+    if EMPTY in branches:
+        raise GrammarError("a choice holds half a surrogate pair, which UTF-8 cannot write")
+    return to_dfa(alt(*branches))
 
 
 # Sets of characters, and trees of them
@@ -158,6 +155,11 @@ def too_long(what: str) -> GrammarError:
     return GrammarError(f"the pattern is too long: {what} passes {MAX_NFA_STATES} positions; use smaller repeat bounds")
 
 
+def too_large(what: str) -> GrammarError:
+    limits = f"more than {MAX_DFA_STATES} states or {MAX_WORK} edges; use smaller repeat bounds or fewer alternatives"
+    return GrammarError(f"the automaton grows too large: {what} needs {limits}")
+
+
 # Pattern -> tree
 
 
@@ -177,21 +179,17 @@ def parse(pattern: str) -> Chars | Seq | Alt | Repeat:
         _, node, _ = _Reader(name).sequence(parsed, parsed.state.flags)
     except re.error as error:
         raise GrammarError(f"{name}, position {error.pos}: {error.msg}; the syntax is that of Python's re") from None
-    except OverflowError as error:
-        raise GrammarError(f"{name}: {error}; use smaller repeat bounds") from None
-    except RecursionError:
-        raise GrammarError(f"{name}: the groups are nested too deeply; flatten the pattern") from None
+    except (OverflowError, RecursionError) as error:
+        raise GrammarError(f"{name}: {error}; use smaller repeat bounds or fewer nested groups") from None
     if node is EMPTY:
         raise GrammarError(f"{name} matches no text at all; check its character classes")
     return node
 
 
 class _Reader:
-    """From Python's parsed patterns, lists of (operation, argument), to trees.
+    """From Python's parsed patterns, lists of (operation, argument), to trees: (holds ^, tree, holds $).
 
-    Each method returns (holds ^, tree, holds $). In a whole match an anchor at its end says nothing, so it leaves no
-    trace in the tree; anywhere else it is refused.
-    """
+    An anchor at an end of a whole match says nothing, and anywhere else it is refused."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -240,7 +238,7 @@ class _Reader:
             return complement(ranges) if negated else ranges
         if operation is code.CATEGORY:
             *negated, name = str(argument).removeprefix("CATEGORY_").split("_")
-            ranges = character_class(CLASS_LETTERS[name], flags)
+            ranges = character_class(name[0].lower(), flags)  # DIGIT, SPACE or WORD
             return complement(ranges) if negated else ranges
         ranges = (argument,) if operation is code.RANGE else ((argument, argument),)
         return complement(ranges) if operation is code.NOT_LITERAL else ranges
@@ -281,12 +279,9 @@ def utf8_trie(ranges: Ranges) -> tuple:
     def grow(sequences) -> tuple:
         if sequences[0] == ():
             return ()
-        by_first: dict[tuple, list] = {}
-        for first, *rest in sequences:
-            by_first.setdefault(first, []).append(tuple(rest))
         edges: list[tuple] = []
-        for (low, high), rests in by_first.items():
-            child = grow(rests)
+        for (low, high), group in itertools.groupby(sequences, key=lambda sequence: sequence[0]):
+            child = grow([sequence[1:] for sequence in group])
             if edges and edges[-1][1] + 1 == low and edges[-1][2] is child:
                 edges[-1] = (edges[-1][0], high, child)
             else:
@@ -369,13 +364,6 @@ def to_dfa(node) -> Dfa:
     return merge_states(_subsets(nfa, start))
 
 
-def too_large(what: str) -> GrammarError:
-    return GrammarError(
-        f"the automaton grows too large: {what} needs more than {MAX_DFA_STATES} states or {MAX_WORK} edges;"
-        " use smaller repeat bounds or fewer overlapping alternatives"
-    )
-
-
 def _closures(nfa: Nfa) -> Callable[[int], frozenset[int]]:
     """state -> the states that silent edges reach from it; only those that read a byte or end the text matter."""
     known: dict[int, frozenset[int]] = {}
@@ -429,8 +417,7 @@ def _subsets(nfa: Nfa, start: int) -> Dfa:
         rows.append(row)
         if len(members) > MAX_DFA_STATES or work > MAX_WORK:
             raise too_large("the pattern's deterministic form")
-    widths = np.diff(cuts)
-    byte_class = np.repeat(np.arange(len(widths)), widths)
+    byte_class = np.repeat(np.arange(len(cuts) - 1), np.diff(cuts))
     return Dfa(np.array(rows, np.int32), byte_class, np.array([0 in m for m in members]))
 
 

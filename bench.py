@@ -7,6 +7,7 @@
     python bench.py perplexity --quant int4          (benchmarks/quality.py)
     python bench.py profile --quant int4 --compile   (benchmarks/quality.py)
     python bench.py serve | simulate | size | plots  load over HTTP, the scheduler alone, what fits, the pictures
+    python bench.py maskbench DIR                    how many real JSON schemas compile: benchmarks/maskbench.py
 
 Prefill and decode are two numbers, always: prefill is bound by arithmetic, decode by the bytes of the weights. Both are
 measured through the engine as a user drives it, scheduling, sampling and detokenising included:
@@ -37,6 +38,7 @@ import torch
 
 import kernels
 from benchmarks import claims as bench_claims
+from benchmarks import maskbench as bench_maskbench
 from benchmarks import peers as bench_peers
 from benchmarks import plots as bench_plots
 from benchmarks import quality as bench_quality
@@ -173,6 +175,7 @@ def run_simulate(argv: list[str]) -> int:
 
 
 OTHERS = {  # commands with a parser of their own: {name: (run, what it is)}
+    "maskbench": (bench_maskbench.main, "how many real JSON schemas compile and are judged rightly"),
     "plots": (bench_plots.main, "draw the pictures of the README from what is measured and counted"),
     "serve": (bench_serve.main, "load a server and see what its clients wait for"),
     "simulate": (run_simulate, "drive the scheduler alone with a synthetic workload"),

@@ -144,13 +144,7 @@ class TokenAutomaton:
         self.only_byte = np.where((leaving == 1) & ~dfa.accepting, only, -1).astype(np.int16)  # [states]
         self.can_finish = self._finishing()  # bool [states]
         if not self.can_finish[START]:
-            raise GrammarError(
-                "this vocabulary cannot write any text that the constraint allows: bytes are missing from it"
-            )
-
-    @property
-    def nbytes(self) -> int:
-        return self.dfa.table.nbytes + 4 * len(self.can_finish) + 4096
+            raise GrammarError("this vocabulary cannot write any text that the constraint allows: it lacks bytes")
 
     def allowed(self, state: int) -> np.ndarray:
         """bool [V]: the tokens that leave the automaton in a state from which the vocabulary can still finish."""
@@ -183,20 +177,17 @@ class TokenAutomaton:
         table, count = self.dfa.table, len(self.dfa.table)
         needed = {b for b in range(256) if table[:, self.dfa.byte_class[b]].any()}
         self.lacks_bytes = not needed <= self.trie.single_bytes
-        everything = np.arange(count) != DEAD
         if not self.lacks_bytes:
-            return everything
-        columns = np.unique(self.dfa.byte_class[sorted(needed & self.trie.single_bytes)])
-        single = table[:, columns]  # steps that one-byte tokens can take
-        good, more = self.dfa.accepting, self.dfa.accepting | self.dfa.accepting[single].any(1)
-        while (more != good).any():
-            good, more = more, more | more[single].any(1)
-        good = good.copy()
-        doubtful = np.flatnonzero(everything & ~good).tolist()
+            return np.arange(count) != DEAD
+        single = table[:, self.dfa.byte_class[sorted(needed & self.trie.single_bytes)]]  # steps of one-byte tokens
+        good = self.dfa.accepting.copy()
+        while ((more := good | good[single].any(1)) != good).any():
+            good = more
+        doubtful = [state for state in range(START, count) if not good[state]]  # these need a token of several bytes
         if len(doubtful) > UNSURE_STATES:
             raise GrammarError(
-                f"the vocabulary lacks single-byte tokens and the constraint has {len(doubtful)} states that need them,"
-                f" more than {UNSURE_STATES}; use a simpler constraint or a byte-level tokenizer"
+                f"the vocabulary lacks single-byte tokens that {len(doubtful)} states of the constraint need, more than"
+                f" {UNSURE_STATES}; use a simpler constraint or a byte-level tokenizer"
             )
         after = {state: np.unique(self._after_tokens(state)) for state in doubtful}
         while rescued := [state for state in doubtful if not good[state] and good[after[state]].any()]:
@@ -231,10 +222,9 @@ class AutomatonMatcher:
     @property
     def is_complete(self) -> bool:
         """The text may end and nothing may be added."""
-        dfa = self.automaton.dfa
-        if not dfa.accepting[self.state]:
-            return False
-        return not dfa.table[self.state].any() or self.automaton.lacks_bytes and not self.allowed().any()
+        automaton = self.automaton
+        ends = not automaton.dfa.table[self.state].any() or automaton.lacks_bytes and not self.allowed().any()
+        return self.may_end and ends
 
     def forced_bytes(self) -> bytes:
         """What must come next: as long as the text may not end and only one byte continues it."""
@@ -246,9 +236,6 @@ class AutomatonMatcher:
 
     def after_bytes(self, run: bytes) -> AutomatonMatcher:
         return AutomatonMatcher(self.automaton, self.automaton.dfa.run(self.state, run))
-
-
-# What requests see
 
 
 class Guides:
@@ -284,7 +271,7 @@ class Guides:
         if kind in ("regex", "choice"):
             dfa = compile_regex(source) if kind == "regex" else compile_choice(json.loads(source))
             automaton = TokenAutomaton(dfa, self.trie, self.cache)
-            return AutomatonMatcher(automaton), automaton.nbytes + len(source)
+            return AutomatonMatcher(automaton), dfa.table.nbytes + 4 * len(dfa.table) + len(source) + 4096
         if self._vocabulary is None:
             self._vocabulary = Vocabulary(self.trie, self.encode, self.eos_token_ids)
         return compile_grammar(kind, source, self._vocabulary), COMPILED_BYTES + 16 * len(source)
@@ -299,7 +286,7 @@ class Guide:
     mask() ─> sample ─> accepted token ─> commit() ─> is_complete: nothing may follow, the answer ends
                                                   └─> forced: tokens that follow without being drawn
 
-    Forced tokens are appended as guesses are (drafts.py) and committed when they have been computed. Which they are
+    Forced tokens are appended as guesses are (speculative.py) and committed when they have been computed. Which they are
     depends on the text alone, never on who else is running. An answer ends as soon as its text is complete, without
     waiting for an end-of-sequence token or min_tokens.
     """
@@ -311,9 +298,7 @@ class Guide:
         self.ends = {i for i in guides.eos_token_ids if i < guides.vocab_size} | stops
         self.ends_before_complete = stops if params.ignore_eos else self.ends
         if not self.ends:
-            raise GrammarError(
-                f"no end-of-sequence id below the vocabulary size {guides.vocab_size}: nothing could end"
-            )
+            raise GrammarError(f"no end-of-sequence id is below the vocabulary size {guides.vocab_size}")
         self.forced: list[int] = []  # decided, but not accepted yet
         self._prepare()
 
@@ -335,7 +320,13 @@ class Guide:
     def mask(self) -> torch.Tensor:
         """bool [V]: what may follow. Not to be written to."""
         if self._mask is None:
-            self._mask = self._compute_mask()
+            allowed = self.matcher.allowed()  # [V]
+            allowed[list(self.ends)] = False  # even one that has a text
+            if self.matcher.may_end:
+                allowed[list(self.ends if self.is_complete else self.ends_before_complete)] = True
+            elif not allowed.any():
+                raise GrammarError("the constraint allows no token: its text or the vocabulary leads nowhere")
+            self._mask = torch.from_numpy(allowed)
         return self._mask
 
     def trim(self, guess: list[int]) -> list[int]:
@@ -362,15 +353,6 @@ class Guide:
             self.forced = self._jump()
         if not self.forced and not self.is_complete:
             self.mask()
-
-    def _compute_mask(self) -> torch.Tensor:
-        allowed = self.matcher.allowed()  # [V]
-        allowed[list(self.ends)] = False  # even one that has a text
-        if self.matcher.may_end:
-            allowed[list(self.ends if self.is_complete else self.ends_before_complete)] = True
-        elif not allowed.any():
-            raise GrammarError("the constraint allows no token: its text or the vocabulary leads nowhere")
-        return torch.from_numpy(allowed)
 
     def _jump(self) -> list[int]:
         """Tokens that may be appended without sampling, [] if none may.

