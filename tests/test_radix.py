@@ -1,6 +1,7 @@
 """Both prefix caches against a dictionary from whole prefixes to blocks."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 from fake_engine import check_cache
@@ -10,6 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kv_paged import BlockPool, OutOfBlocks
 from radix import PREFIX_CACHES, HashCache, RadixCache
+
+KINDS = {**PREFIX_CACHES, "same hash": lambda pool: HashCache(pool, lambda key: 7)}
+NAMESPACES = [None, None, ("lora", "x"), ("salt", "x"), "x"]
 
 
 def lock(cache, tokens, namespace=None):
@@ -23,19 +27,12 @@ def keep(cache, tokens, blocks, namespace=None):
     cache.unlock(cache.insert(tokens, blocks, lock(cache, [], namespace)).handle)
 
 
-class Holder:
-    """A sequence, as far as the cache can tell: it stands at a handle and owns the blocks up to there."""
-
-    def __init__(self, handle, blocks, namespace, tokens):
-        self.handle, self.block_table, self.namespace, self.tokens = handle, blocks, namespace, tokens
-
-
 class Model:
     """Drives a cache and a dictionary (namespace, prefix) -> block side by side."""
 
-    def __init__(self, kind, block_size, num_blocks, **options):
+    def __init__(self, kind, block_size, num_blocks):
         self.pool = BlockPool(num_blocks, block_size)
-        self.cache = kind(self.pool, **options)
+        self.cache = KINDS[kind](self.pool)
         self.known, self.holders, self.size = {}, [], block_size
 
     def prefixes(self, tokens, namespace):
@@ -60,7 +57,10 @@ class Model:
         if hold:
             self.cache.lock(match.handle)
             self.pool.share(match.blocks)
-            self.holders.append(Holder(match.handle, match.blocks, namespace, tokens[: match.n_tokens]))
+            tokens = tokens[: match.n_tokens]
+            self.holders.append(
+                SimpleNamespace(handle=match.handle, block_table=match.blocks, namespace=namespace, tokens=tokens)
+            )
         return match
 
     def insert(self, tokens, namespace, holder=None):
@@ -76,11 +76,11 @@ class Model:
         match = self.cache.insert(tokens, table, handle)
         for prefix, block in zip(self.prefixes(tokens, namespace), table, strict=True):
             self.known.setdefault(prefix, block)
-        whole = self.expected(tokens, namespace)
-        assert len(whole) == n and match.blocks == whole[start:]
+        held = self.expected(tokens, namespace)
+        assert len(held) == n and match.blocks == held[start:]
         if holder:
             self.pool.share(match.blocks)
-            holder.handle, holder.block_table, holder.tokens = match.handle, whole, tokens[: n * self.size]
+            holder.handle, holder.block_table, holder.tokens = match.handle, held, tokens[: n * self.size]
         else:
             self.cache.unlock(match.handle)
         self.pool.release(own)
@@ -92,16 +92,12 @@ class Model:
 
     def withdraw(self, holder):
         prefix = (holder.namespace, tuple(holder.tokens))
-        alone = (
-            sum(
-                h.tokens[: len(holder.tokens)] == holder.tokens and h.namespace == holder.namespace
-                for h in self.holders
-            )
-            == 1
-        )
-        last = not any(
-            ns == prefix[0] and len(p) > len(prefix[1]) and p[: len(prefix[1])] == prefix[1] for ns, p in self.known
-        )
+
+        def on_or_below(namespace, tokens):
+            return namespace == prefix[0] and tuple(tokens[: len(prefix[1])]) == prefix[1]
+
+        alone = sum(on_or_below(h.namespace, h.tokens) for h in self.holders) == 1
+        last = sum(on_or_below(*other) for other in self.known) == 1
         handle = self.cache.withdraw(holder.handle)
         assert (handle is not None) == bool(alone and last and holder.tokens)
         if handle is not None:
@@ -135,48 +131,57 @@ class Model:
             assert self.pool.refs[block] == owners
         assert self.pool.num_free + self.cache.num_evictable + len(used) == self.pool.total
 
+    def act(self, action, rng):
+        tokens = [rng.randrange(2) for _ in range(rng.randrange(6 * self.size + 3))]  # mostly not whole blocks
+        namespace = rng.choice(NAMESPACES)
+        holder = rng.choice(self.holders) if self.holders else None
+        if action == "match":
+            limit = rng.choice([None, rng.randrange(15)])
+            self.match(tokens, namespace, limit, hold=len(self.holders) < 8 and rng.random() < 0.8)
+        elif action == "insert":
+            self.insert(tokens, namespace)
+        elif action == "evict":
+            self.evict(rng.randint(1, 6))
+        elif holder and action == "go on":
+            self.insert(holder.tokens + tokens, holder.namespace, holder)
+        elif holder and action == "fork" and len(self.holders) < 8:
+            self.match(holder.tokens, holder.namespace, hold=True)
+        elif holder and action == "shorten":
+            self.shorten(holder, rng.randint(0, len(holder.block_table)))
+        elif holder and action == "withdraw":
+            self.withdraw(holder)
+        elif holder and action == "leave":
+            self.leave(holder)
 
-TOKENS = st.lists(st.integers(0, 1), max_size=14)
-NAMESPACES = st.sampled_from([None, ("lora", "x"), ("salt", "x")])
+    def end(self):
+        for holder in list(self.holders):
+            self.leave(holder)
+        self.evict(100)
+        assert self.pool.num_free == self.pool.total and not self.cache.roots
+
+
+ACTIONS = {  # and how often, in a hundred
+    "match": 22,
+    "insert": 20,
+    "go on": 15,
+    "fork": 3,
+    "shorten": 8,
+    "withdraw": 4,
+    "leave": 13,
+    "evict": 15,
+}
 
 
 class CacheMachine(RuleBasedStateMachine):
-    @initialize(kind=st.sampled_from(["radix", "hash", "same hash"]), size=st.sampled_from([1, 2, 4]))
+    """Any actions in any order; every counter, lock and reference count is recomputed after each."""
+
+    @initialize(kind=st.sampled_from(list(KINDS)), size=st.sampled_from([1, 2, 4]))
     def start(self, kind, size):
-        if kind == "same hash":
-            self.model = Model(HashCache, size, 20, hash_function=lambda key: 7)
-        else:
-            self.model = Model(PREFIX_CACHES[kind], size, 20)
+        self.model = Model(kind, size, 20)
 
-    @rule(tokens=TOKENS, namespace=NAMESPACES, limit=st.none() | st.integers(0, 14), hold=st.booleans())
-    def match(self, tokens, namespace, limit, hold):
-        self.model.match(tokens, namespace, limit, hold)
-
-    @rule(tokens=TOKENS, namespace=NAMESPACES)
-    def insert(self, tokens, namespace):
-        self.model.insert(tokens, namespace)
-
-    @rule(
-        data=st.data(), more=TOKENS, action=st.sampled_from(["go on", "go on", "fork", "shorten", "withdraw", "leave"])
-    )
-    def hold(self, data, more, action):
-        if not self.model.holders:
-            return
-        holder = data.draw(st.sampled_from(self.model.holders))
-        if action == "go on":
-            self.model.insert(holder.tokens + more, holder.namespace, holder)
-        elif action == "fork":
-            self.model.match(holder.tokens, holder.namespace, hold=True)
-        elif action == "shorten":
-            self.model.shorten(holder, data.draw(st.integers(0, len(holder.block_table))))
-        elif action == "withdraw":
-            self.model.withdraw(holder)
-        else:
-            self.model.leave(holder)
-
-    @rule(n=st.integers(0, 5))
-    def evict(self, n):
-        self.model.evict(n)
+    @rule(action=st.sampled_from(list(ACTIONS)), rng=st.randoms(use_true_random=False))
+    def act(self, action, rng):
+        self.model.act(action, rng)
 
     @invariant()
     def books_balance(self):
@@ -185,107 +190,36 @@ class CacheMachine(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "model"):
-            for holder in list(self.model.holders):
-                self.model.leave(holder)
-            self.model.evict(100)
-            assert self.model.pool.num_free == self.model.pool.total and not self.model.cache.roots
+            self.model.end()
 
 
 TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(stateful_step_count=40)
 
 
-@pytest.mark.parametrize("kind", ["radix", "hash"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_F40_2000_operations_keep_every_counter_right(kind, size, seed):
+def test_2000_operations_keep_every_counter_right(kind, size, seed):
     rng = random.Random(seed)
-    model = Model(PREFIX_CACHES[kind], size, 60)
-    for _ in range(2000):
-        tokens = [rng.randrange(2) for _ in range(rng.randrange(6 * size + 3))]  # mostly not whole blocks
-        holder = rng.choice(model.holders) if model.holders else None
-        draw = rng.random()
-        if draw < 0.25:
-            model.match(tokens, None, hold=len(model.holders) < 8)
-        elif draw < 0.45:
-            model.insert(tokens, None)
-        elif draw < 0.60 and holder:
-            model.insert(holder.tokens + tokens, None, holder)
-        elif draw < 0.68 and holder:
-            model.shorten(holder, rng.randint(0, len(holder.block_table)))
-        elif draw < 0.72 and holder:
-            model.withdraw(holder)
-        elif draw < 0.85 and holder:
-            model.leave(holder)
-        else:
-            model.evict(rng.randint(1, 6))
+    model = Model(kind, size, 60)
+    for action in rng.choices(list(ACTIONS), ACTIONS.values(), k=2000):
+        model.act(action, rng)
         model.check()
+    model.end()
 
 
-@pytest.mark.parametrize("kind", PREFIX_CACHES)
-@pytest.mark.parametrize("length", [7, 8, 9])
-def test_F36_a_limit_leaves_a_token_to_compute(kind, length):
-    pool = BlockPool(8, 4)
-    cache = PREFIX_CACHES[kind](pool)
-    tokens = list(range(length))
-    blocks = pool.allocate(length // 4)
-    keep(cache, tokens, blocks)
-    match = cache.match(tokens, None, length - 1)
-    assert match.n_tokens == (length - 1) // 4 * 4 < length
-    assert match.blocks == blocks[: match.n_tokens // 4]
-
-
-@pytest.mark.parametrize("make", [RadixCache, HashCache, lambda pool: HashCache(pool, lambda key: 0)])
-def test_F37_equal_hashes_and_equal_low_bits_are_not_equal_tokens(make):
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_hashes_and_equal_low_bits_are_not_equal_tokens(kind):
     pool = BlockPool(16, 4)
-    cache = make(pool)
+    cache = KINDS[kind](pool)
     first, second = [1, 2, 3, 4], [257, 258, 259, 260]  # equal in their low 8 bits
     a, b = pool.allocate(1), pool.allocate(1)
     keep(cache, first, a)
     assert cache.match(second).blocks == []
     keep(cache, second, b)
     assert cache.match(first).blocks == a and cache.match(second).blocks == b
-    assert cache.match([1, 2, 3, 260]).blocks == []
-
-
-@pytest.mark.parametrize("make", [RadixCache, HashCache, lambda pool: HashCache(pool, lambda key: 0)])
-def test_F38_adapter_salt_and_plain_are_three_caches(make):
-    pool = BlockPool(16, 2)
-    cache = make(pool)
-    spaces = [None, ("lora", "X"), ("salt", "X"), "X"]
-    own = {}
-    for space in spaces:
-        assert cache.match([5, 6, 7, 8], space).blocks == []
-        own[space] = pool.allocate(2)
-        keep(cache, [5, 6, 7, 8], own[space], space)
-    for space in spaces:
-        assert cache.match([5, 6, 7, 8], space).blocks == own[space]
-    assert cache.match([7, 8]).blocks == [], "the same block after another prefix"
-    assert cache.match([1, 2, 7, 8]).blocks == []
-
-
-@pytest.mark.parametrize("make", [RadixCache, HashCache, lambda pool: HashCache(pool, lambda key: 0)])
-def test_F39_no_key_outlives_its_block(make):
-    pool = BlockPool(4, 2)  # three blocks
-    cache = make(pool)
-
-    def run(tokens):
-        """What a sequence does: take what is cached, evict for the rest, leave all of it behind."""
-        match = cache.match(tokens)
-        cache.lock(match.handle)
-        missing = len(tokens) // 2 - len(match.blocks)
-        cache.evict(max(0, missing - pool.num_free))
-        new = pool.allocate(missing)
-        cache.unlock(cache.insert(tokens, match.blocks + new, match.handle).handle)
-        pool.release(new)
-        return match.n_tokens
-
-    a, b = [1, 2, 3, 4, 5, 6], [9, 9, 8, 8, 7, 7]
-    assert run(a) == 0 and run(a) == 6
-    assert run(b) == 0, "B overwrites all three blocks"
-    assert cache.cached_length(a) == 0 and run(a) == 0
-    assert cache.num_blocks == 3
-    check_cache(cache, [])
+    assert cache.match([1, 2, 3, 260]).blocks == [] == cache.match([9, 9, 9, 9, *first]).blocks
 
 
 @pytest.mark.parametrize("kind", PREFIX_CACHES)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from benchmarks.past import scheduler_class
-from kv_paged import BlockPool
+from kv_paged import BlockPool, BlockTables
 from radix import PREFIX_CACHES
 from scheduler import LPM_PATIENCE, LPM_WINDOW, RequestTooLong, Scheduler, Sequence, Waiting
 
@@ -104,23 +104,6 @@ def test_an_abort_returns_every_block_at_once(moment, cache):
     engine.check_empty()
 
 
-def test_an_abort_after_the_end_does_nothing():
-    engine = FakeEngine(9, 4, max_num_batched_tokens=16)
-    seq = engine.add([1] * 5, 3)
-    engine.add([2] * 5, 9)
-    while seq not in engine.done:
-        engine.step()
-    before = engine.scheduler.stats()
-    engine.scheduler.abort(seq)
-    engine.scheduler.finish(seq)
-    assert engine.scheduler.stats() == before
-    again = engine.add([1] * 5, 3, id=seq.id)  # the id is free again, and no longer that of the old sequence
-    engine.scheduler.abort(seq)
-    assert again.state == "waiting"
-    engine.run()
-    engine.check_empty()
-
-
 def test_a_step_that_raises_ends_its_own_sequences_only():
     engine = FakeEngine(12, 4, "radix", max_num_seqs=2, max_num_batched_tokens=8)
     engine.add([1] * 6, 3), engine.add([2] * 6, 3)
@@ -192,48 +175,6 @@ def test_a_better_ranked_sequence_is_never_preempted():
         assert ids(step.entries) == [("young", 1)] and not step.preempted
     step = run_step(scheduler)  # now young needs one too, and is the one to leave
     assert [seq.id for seq in step.preempted] == ["young"] and ids(step.entries) == [("old", 4)]
-
-
-def test_a_client_that_leaves_while_its_step_runs():
-    engine = FakeEngine(9, 4, "radix", max_num_batched_tokens=16)
-    seq, other = engine.add([1] * 8, 5), engine.add([2] * 3, 5)
-    engine.step(leaves=seq)
-    assert seq.num_computed == 0 and engine.scheduler.stats()["live"] == 1 and engine.cache.num_blocks == 0
-    engine.run()
-    assert engine.done == [other]
-    engine.check_empty()
-
-
-def swapped_out():
-    """An engine whose second sequence has just been planned to be swapped out, and that sequence."""
-    engine = FakeEngine(9, 2, "radix", max_num_batched_tokens=16, preemption="swap")
-    first, second = engine.add([0, 1, 2, 0], 12), engine.add([1, 1, 1], 12)
-    while engine.scheduler.stats()["free"] or engine.scheduler.stats()["cached"] or second.num_computed % 2 == 0:
-        engine.step()
-    return engine, first, second
-
-
-def test_a_step_that_fails_before_the_swap_out_was_made_loses_nothing():
-    engine, first, second = swapped_out()
-    while not second.preemptions:
-        assert engine.step(fails=first.num_computed % 2 == 0).entries
-    assert second.state == "waiting" and second.num_computed == 0 and second.host is None
-    assert engine.scheduler.stats()["swapped_blocks"] == 0
-    engine.run()
-    assert engine.done == [second]
-    engine.check_empty()
-
-
-def test_a_step_that_fails_before_the_swap_in_was_made_leaves_nothing_in_the_cache():
-    engine, first, second = swapped_out()
-    while second.state != "swapped":
-        engine.step()
-    prompt = list(second.tokens)
-    engine.end(first, engine.scheduler.finish)
-    engine.scheduler.drop_cache()
-    assert [seq for seq, _ in engine.step(fails=True).swap_in] == [second]
-    assert second.state == "finished" and engine.scheduler.cache.cached_length(prompt) == 0
-    engine.check_empty()
 
 
 # ---- the budget
@@ -362,22 +303,6 @@ def test_static_batching_lets_nobody_in_until_all_are_out():
     assert ids(run_step(scheduler).entries) == [(2, 4)]
 
 
-def test_contiguous_reservation_holds_what_pages_would_not():
-    held = {}
-    for reserve in ("paged", "contiguous"):
-        make = scheduler_class(reserve=reserve)
-        scheduler = scheduler_of(num_blocks=65, block_size=4, max_num_batched_tokens=64, make=make)
-        for i in range(3):
-            scheduler.add(Sequence([1] * 6, 59, id=i))
-        run_step(scheduler)
-        stats = scheduler.stats()
-        held[reserve] = stats["kv_tokens"] / (stats["live"] * 4)
-        tables = [seq.block_table for seq in scheduler.running]
-        if reserve == "contiguous":
-            assert tables == [list(range(table[0], table[0] + 16)) for table in tables]
-    assert held == {"paged": 18 / 24, "contiguous": 18 / 192}
-
-
 # ---- prefixes
 
 
@@ -461,25 +386,6 @@ def test_samples_share_the_prompt_and_copy_only_the_block_they_write():
     engine.check_empty()
 
 
-@pytest.mark.parametrize("cache", [None, "radix", "hash"])
-def test_beam_search_forks_of_forks_with_branches_ending(cache):
-    engine = FakeEngine(41, 4, cache, max_num_seqs=4, max_num_batched_tokens=64)
-    beams = [engine.add([0, 1, 2, 0, 1], 30)]
-    for salt in range(25):
-        engine.step()
-        beams = [beam for beam in beams if beam.state == "running"]
-        assert beams and all(beam.num_new == 1 for beam in beams)
-        best = beams[salt % len(beams)]
-        for loser in [beam for beam in beams if beam is not best][: len(beams) - 2 if len(beams) > 2 else 0]:
-            engine.end(loser, engine.scheduler.finish)
-            beams.remove(loser)
-        beams += [engine.fork(best, salt + 1), engine.fork(best, salt + 2)]
-        engine.check()
-    assert engine.scheduler.stats()["copies"] > 0
-    engine.run()
-    engine.check_empty()
-
-
 def test_a_fork_without_a_batch_slot_waits_at_the_head_and_catches_up():
     engine = FakeEngine(33, 4, "radix", max_num_seqs=1, max_num_batched_tokens=64)
     seq, other = engine.add([1] * 9, 6), engine.add([2] * 9, 2)
@@ -511,16 +417,8 @@ def test_guesses_taken_back_into_a_cached_block_never_change_it():
 @pytest.mark.parametrize("slots, blocks", [(4, 120), (5, 120), (12, 17), (7, 25), (12, 33)])
 def test_groups_that_wait_for_each_other_all_get_on(preemption, reserve, slots, blocks):
     """Members advance only together. Slots or blocks are short, so that each group holds what another waits for."""
-    engine = FakeEngine(
-        blocks,
-        4,
-        None,
-        max_num_seqs=slots,
-        max_num_batched_tokens=32,
-        preemption=preemption,
-        reserve=reserve,
-        watermark=0.2,
-    )
+    options = {"preemption": preemption, "reserve": reserve, "watermark": 0.2}
+    engine = FakeEngine(blocks, 4, None, max_num_seqs=slots, max_num_batched_tokens=32, **options)
     groups = [engine.march([n % 3] * n, 15 - n, width=4) for n in (5, 6, 5)]
     single = engine.add([2, 1], 14)
     engine.run(most=400)
@@ -535,6 +433,28 @@ def test_a_group_that_fills_the_whole_pool_needs_no_reserve():
     engine.run(most=200)
     assert len(engine.done) == 5 and engine.scheduler.stats()["preemptions"]
     engine.check_empty()
+
+
+# ---- what the fake engine would notice
+
+
+def test_a_missing_copy_on_write_is_noticed(monkeypatch):
+    monkeypatch.setattr(BlockTables, "_shared", lambda self, seq: [])
+    engine = FakeEngine(33, 4, None)
+    engine.march([1] * 6, 6, width=2)
+    with pytest.raises(AssertionError, match="written while somebody else can read it"):
+        engine.run()
+
+
+def test_a_wrong_slot_is_noticed(monkeypatch):
+    slot = FakeEngine._slot
+    monkeypatch.setattr(
+        FakeEngine, "_slot", lambda self, seq, p: slot(self, seq, p) + (p == 5 and seq.num_computed == 0)
+    )
+    engine = FakeEngine(33, 4, None, max_num_batched_tokens=64)
+    engine.add([1] * 6, 6)
+    with pytest.raises(AssertionError, match="reads another sequence's K and V at 5"):
+        engine.run()
 
 
 # ---- anything in any order
@@ -618,7 +538,7 @@ def end(engine, rng):
     if live := sequences(engine):
         engine.end(rng.choice(live), rng.choice([engine.scheduler.abort, engine.scheduler.finish]))
     for seq in engine.done[-2:]:
-        engine.scheduler.abort(seq), engine.scheduler.finish(seq)  # done already: nothing happens
+        engine.scheduler.abort(seq), engine.scheduler.finish(seq)  # ended already: nothing happens
 
 
 def fail(engine, rng):

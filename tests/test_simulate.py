@@ -79,7 +79,7 @@ def test_the_command_line(capsys):
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-1"])
 @pytest.mark.parametrize("flag", ["rate", "prompt-mean", "length-spread", "prefix-share", "think-time", "step-cost"])
-def test_F64_a_workload_that_means_nothing_is_refused(flag, value, capsys):
+def test_a_workload_that_means_nothing_is_refused(flag, value, capsys):
     for text in (value, "1e-320") if flag == "rate" else (value,):
         with pytest.raises(SystemExit):
             simulate.parse(["--simulate", f"--{flag}", text])
