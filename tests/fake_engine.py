@@ -9,7 +9,7 @@ sequence alone has one right continuation, and every schedule must end with it.
 import zlib
 
 from benchmarks.past import scheduler_class
-from kv_paged import BlockPool
+from kv_paged import BlockPool, KVCache
 from radix import PREFIX_CACHES
 from scheduler import Sequence
 
@@ -115,7 +115,7 @@ class FakeEngine:
             assert any(seq.rank <= victim.rank for seq in scheduler.running), "preempted for nobody better"
         assert step.describe()
         if not fails:
-            self._move(step)
+            self.apply(step)
         for seq, n in step.entries:
             self._compute(seq, n, broken=fails)
         if fails:
@@ -131,23 +131,17 @@ class FakeEngine:
         self._march()
         return step
 
-    def _move(self, step):
-        size = self.pool.block_size
+    apply = KVCache.apply  # the real order of moves, over fingerprints
 
-        def block(b):
-            return [self.slots.get(b * size + i) for i in range(size)]
+    def swap_out(self, blocks):
+        return [[self.slots.get(b * self.pool.block_size + i) for i in range(self.pool.block_size)] for b in blocks]
 
-        def put(b, content):
-            self.slots.update({b * size + i: mark for i, mark in enumerate(content)})
+    def swap_in(self, host, blocks):
+        for b, content in zip(blocks, host, strict=False):
+            self.slots |= {b * self.pool.block_size + i: mark for i, mark in enumerate(content)}
 
-        for seq, blocks in step.swap_out:
-            seq.host = [block(b) for b in blocks]
-        for (_, target), content in zip(step.copies, [block(source) for source, _ in step.copies], strict=True):
-            put(target, content)
-        for seq, blocks in step.swap_in:
-            for b, content in zip(blocks, seq.host, strict=False):
-                put(b, content)
-            seq.host = None
+    def copy_blocks(self, pairs):
+        self.swap_in(self.swap_out([source for source, _ in pairs]), [target for _, target in pairs])
 
     def _slot(self, seq, position):
         size = self.pool.block_size
@@ -160,7 +154,9 @@ class FakeEngine:
             mark = fingerprint(mark, token)
             slot = self._slot(seq, position)
             if position < seq.num_computed:
-                assert broken or self.slots[slot] == mark, f"{seq.id} reads another sequence's K and V at {position}"
+                assert broken or self.slots.get(slot) == mark, (
+                    f"{seq.id} reads another sequence's K and V at {position}"
+                )
             else:
                 assert self.pool.refs[slot // self.pool.block_size] == 1, "written while somebody else can read it"
                 self.slots[slot] = "broken" if broken else mark

@@ -449,11 +449,11 @@ def test_a_missing_copy_on_write_is_noticed(monkeypatch):
 def test_a_wrong_slot_is_noticed(monkeypatch):
     slot = FakeEngine._slot
     monkeypatch.setattr(
-        FakeEngine, "_slot", lambda self, seq, p: slot(self, seq, p) + (p == 5 and seq.num_computed == 0)
+        FakeEngine, "_slot", lambda self, seq, p: slot(self, seq, p) + (p == 4 and seq.num_computed == 0)
     )
     engine = FakeEngine(33, 4, None, max_num_batched_tokens=64)
     engine.add([1] * 6, 6)
-    with pytest.raises(AssertionError, match="reads another sequence's K and V at 5"):
+    with pytest.raises(AssertionError, match="reads another sequence's K and V at 4"):
         engine.run()
 
 
