@@ -154,16 +154,15 @@ int4_embedding, int8_embedding = partial(_embedding, 4), partial(_embedding, 8)
 
 
 def draw(logits: Tensor, rows: list[int], drawings: list[tuple[float, ...]]) -> list[int]:
-    """A token of each of the `rows` of logits [R, V], as `sampling.choose` defines it.
+    """A token of each of the `rows` of logits [R, V], as `sampling.weigh` and `sampling.draw` define it.
 
-    A drawing is (best, temperature, min_p, top_k, top_p, dart): the row's largest logit, finite; what is asked of the
-    row; and where in [0, 1) the dart falls.
+    A drawing is (best, temperature, min_p, top_k, top_p, u): the row's largest logit, finite; the filters; and the
+    uniform sample in [0, 1).
     """
     wide, count = ready(logits), len(rows)
-    places, wanted = torch.tensor(rows, dtype=torch.int64), torch.tensor(drawings, dtype=torch.float64)
-    if wanted.shape != (count, 6):
-        raise ValueError(f"{count} rows to draw from and drawings of shape {tuple(wanted.shape)}: six numbers each")
+    row_ids, numbers = torch.tensor(rows, dtype=torch.int64), torch.tensor(drawings, dtype=torch.float64)
+    if numbers.shape != (count, 6):
+        raise ValueError(f"{count} rows to draw from and drawings of shape {tuple(numbers.shape)}: six numbers each")
     tokens = torch.empty(count, dtype=torch.int64)
-    pointers = (t.data_ptr() for t in (wide, places, wanted, tokens))
-    call(DRAW, "7q", *pointers, count, *wide.shape)
+    call(DRAW, "7q", *(t.data_ptr() for t in (wide, row_ids, numbers, tokens)), count, *wide.shape)
     return tokens.tolist()
