@@ -30,13 +30,21 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from beam import merged
 from generate import LLM
 from request import Delta, Request
 from sampling import SamplingParams
 from serving.metrics import Metrics
 
 log = logging.getLogger("vitrine")
+
+
+def merged(parts: list[Delta]) -> Delta:
+    """Several deltas of one answer as one."""
+    last = parts[-1]
+    text = "".join(part.text for part in parts)
+    tokens = [token for part in parts for token in part.token_ids]
+    logprobs = [sampled for part in parts for sampled in part.logprobs]
+    return Delta(last.request, last.index, text, tokens, logprobs, last.finish_reason, last.stop_reason, last.error)
 
 
 class Unavailable(Exception):

@@ -161,8 +161,12 @@ def forced_schema(tools: list[dict], name: str | None) -> dict:
 
 
 def _parameters(tool: dict) -> dict:
-    """Arguments are an object, whether or not the schema says so."""
-    return {"type": "object"} | (tool["function"].get("parameters") or {"properties": {}})
+    """Arguments are an object, whether the schema says so or not, and a function takes none that it does not declare."""
+    parameters = {"type": "object"} | (tool["function"].get("parameters") or {"properties": {}})
+    open_ended = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"} & parameters.keys()
+    if "properties" in parameters and not open_ended:
+        parameters["additionalProperties"] = False
+    return parameters
 
 
 def moved(schema: Any, ref_path: str) -> Any:

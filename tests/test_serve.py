@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import openai
 import pytest
@@ -192,6 +193,8 @@ def test_structured_output(server, client):
     )
     assert server.complete(regex="(yes|no)!", max_tokens=9)["choices"][0]["text"] in ("yes!", "no!")
     assert server.complete(choice=["red", "green"], max_tokens=9)["choices"][0]["text"] in ("red", "green")
+    nested = server.complete(grammar='root ::= "(" root ")" | "x"', max_tokens=40, logit_bias={"120": 5})["choices"][0]
+    assert nested["finish_reason"] == "length" or re.fullmatch(r"(\(*)x(\)*)", nested["text"])
     assert text_of(server.stream(prompt="x", choice=["red", "green"], temperature=0, max_tokens=9)) in ("red", "green")
 
 
@@ -199,6 +202,9 @@ def test_structured_output(server, client):
     "shape",
     [
         {"regex": "("},
+        {"grammar": "start: nothing"},
+        {"regex": "a", "grammar": 'start: "a"'},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}}},
         {"response_format": {"type": "json_schema"}},
         {"response_format": {"type": "yaml"}},

@@ -91,7 +91,8 @@ def test_a_demanded_call():
     schema = forced_schema(TOOLS, None)
     for text, allowed in (('{"name": "g", "arguments": {}}', True), ('{"name": "h", "arguments": {}}', False)):
         assert accepts(BYTE_GUIDES, text, json_schema=schema) == allowed
-    assert forced_schema(TOOLS, "g") == {"type": "object", "properties": {}}
+    assert forced_schema(TOOLS, "g") == {"type": "object", "properties": {}, "additionalProperties": False}
+    assert "additionalProperties" not in TOOLS[1]["function"]["parameters"]
 
 
 def test_F56_references_within_the_parameters_hold_in_a_demanded_call():
