@@ -2,23 +2,20 @@
 
     python bench.py claims --out results               about ten minutes on two cores; goes on where it was interrupted
     python bench.py claims --only batching lpm --quick some of the rows, on smaller workloads
-    python bench.py claims --out results --readme FILE    also writes the table into FILE, between its two marks
+    python bench.py claims --out results --readme FILE also writes the table into FILE, between its two marks
 
-Problem. A figure from a paper belongs to its machine, model and workload. Standing beside nothing, it says neither
-whether the mechanism works here nor what would be left to gain.
+Problem. A figure from a paper belongs to its machine, model and workload. Alone, it says neither whether the mechanism
+works here nor what would be left to gain.
 
-Idea. Five things in each row, the last three made by running it:
+Idea. Five things in each row. What the papers say is in papers.json; the rest is made by running the experiment:
 
     mechanism | claimed (source; setting) | measured here | floor | why they differ
                                                   |            `- the most it could give: steps, bytes, tokens
-                                                  `- medians of A B A B, ratios taken within a round (benchmarks/lab.py)
+                                                  `- medians of A B A B, ratios taken within a round (lab.py)
 
-The counts below the table are the proof (they do not depend on the machine; the tests check their sign), the clock is
-what they are worth here. Answers are compared wherever a switch must not change them. A row that fails is reported and
-the others go on; with --out every row is on disk as soon as it is finished.
-
-Sources: the paper of each mechanism stands beside its claim, in the file of its experiment. Left out: load over HTTP
-(benchmarks/serve.py), other programs (`bench.py versus`).
+Counts are the proof (they do not depend on the machine), the clock is what they are worth here. Answers are compared
+wherever a switch must not change them. With --out every row is on disk as soon as it is finished.
+Left out: load over HTTP (serve.py), other programs (`bench.py versus`).
 """
 
 from __future__ import annotations
@@ -29,32 +26,42 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
-from benchmarks import guessing as bench_guessing
-from benchmarks import mapping as bench_mapping
-from benchmarks import scheduling as bench_scheduling
-from benchmarks import sharing as bench_sharing
-from benchmarks import speed as bench_speed
-from benchmarks.lab import FULL, QUICK, Claim, Lab, median
+from benchmarks import guessing, mapping, scheduling, speed
+from benchmarks.lab import FULL, QUICK, Lab, median
 from formats.command_line import refuse_unused
 from generate import engine_arguments
 
-CLAIMS: dict[str, Claim] = {
-    name: claim
-    for part in (bench_scheduling, bench_sharing, bench_speed, bench_mapping, bench_guessing)
-    for name, claim in part.CLAIMS.items()
-}
+
+@dataclass(frozen=True)
+class Claim:
+    """A row of the table: what is switched, what was claimed for it, and why a small machine may see something else.
+
+    setting: where the claim was measured. seconds: what the experiment takes in full on two cores, for the progress
+    bar. alone: why the answers of its sides are not compared; None where they must be the same.
+    """
+
+    run: Callable[[Lab], scheduling.Result]
+    mechanism: str
+    claim: str
+    source: str
+    setting: str
+    why: str
+    seconds: int
+    alone: str | None = None
+
+
+RUNS = scheduling.EXPERIMENTS | speed.EXPERIMENTS | {"mmap": mapping.mapped_weights} | guessing.EXPERIMENTS
+PAPERS = json.loads(Path(__file__).with_name("papers.json").read_text(encoding="utf-8"))
+CLAIMS = {name: Claim(run, **PAPERS[name]) for name, run in RUNS.items()}
 FLIPPED = (
     "max_num_seqs max_num_batched_tokens policy prefix_cache preemption batching reserve chunked speculate overlap "
     "jump_forward kernels"
 )
-NUMBER = (int, float)
-ROW = dict.fromkeys("mechanism claim source setting measured floor why answers".split(), str)  # as `measure` makes it
-ROW |= {"sides": {...: {"counted": {...: NUMBER}, "clock": {...: [NUMBER]}}}}
 BEGIN, END = "<!-- claims: bench.py claims --readme writes what follows -->", "<!-- end of claims -->"
 
 
@@ -106,22 +113,21 @@ def measure(lab: Lab, name: str) -> dict:
     """One row, as it goes into the JSON."""
     claim = CLAIMS[name]
     try:
-        found = claim.run(lab)
+        sides, measured, floor = claim.run(lab)
     finally:
         lab.close()
     groups: dict[str, list] = {}
-    for side, data in found.sides.items():  # sides of one workload must answer alike
+    for side, data in sides.items():  # sides of one workload must answer alike
         groups.setdefault(side.rpartition(", ")[0], []).append(data.pop("answers"))
     same = None if claim.alone else all(answer == group[0] for group in groups.values() for answer in group)
     apart = "".join(f"; {name}: rounding differs" for name, group in groups.items() if not any(group))
-    head = {key: getattr(claim, key) for key in ("mechanism", "claim", "source", "setting")}
-    return head | {
-        "measured": found.measured,
-        "floor": found.floor,
+    return {key: getattr(claim, key) for key in ("mechanism", "claim", "source", "setting")} | {
+        "measured": measured,
+        "floor": floor,
         "why": claim.why,
         "same_answers": same,
         "answers": claim.alone or f"{'' if same else 'NOT '}the same on all sides{apart}",
-        "sides": found.sides,
+        "sides": sides,
     }
 
 
@@ -251,35 +257,22 @@ def begin(args: argparse.Namespace, settings: dict) -> dict:
     fresh = settings | {"command": "", "machine": "", "claims": {}, "failed": {}}
     if file is None or not file.exists():
         return fresh
-    kept = {}
+    rows, why = {}, ""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        differing = [f"{k} {v!r} there, {settings[k]!r} now" for k, v in found.items() if settings.get(k, v) != v]
-        kept = {name: row for name, row in found["claims"].items() if name in CLAIMS}
+        before = json.loads(file.read_text(encoding="utf-8"))
+        differing = [f"{k} {v!r} there, {settings[k]!r} now" for k, v in before.items() if settings.get(k, v) != v]
+        rows = {name: row for name, row in before["claims"].items() if name in CLAIMS}
+        as_markdown(fresh | {"claims": rows})  # fails where a row is damaged
         why = f"it has other settings: {'; '.join(differing)}" if differing else ""
-    except (ValueError, KeyError, AttributeError) as error:
-        why = f"it is no file of this command ({type(error).__name__}: {error})"
-    why = why or next((damage for name, row in kept.items() for damage in damages(f"claims.{name}", row, ROW)), "")
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
+        why = f"it is no file of this command, or damaged ({type(error).__name__}: {error})"
     if why and not args.fresh:
-        raise ValueError(f"{file} cannot be gone on with, {why}. Use another --out, or --fresh to replace it")
+        raise ValueError(f"{file} cannot be continued, {why}. Use another --out, or --fresh to replace it")
     if why:
         print(f"{file}: replaced, {why}", file=sys.stderr)
         return fresh
     again = set(args.only) if args.fresh else set()
-    return fresh | {"claims": {name: row for name, row in kept.items() if name not in again}}
-
-
-def damages(key: str, value: object, shape: object) -> Iterator[str]:
-    """Where `value` has another shape than `shape`: a type, [of each item], {name: of each}, or {...: of any name}."""
-    kind = shape if isinstance(shape, (type, tuple)) else type(shape)
-    if not isinstance(value, kind):
-        yield f"its {key} is {repr(value)[:60]}"
-    elif isinstance(shape, list):
-        for i, item in enumerate(value):
-            yield from damages(f"{key}[{i}]", item, shape[0])
-    elif isinstance(shape, dict):
-        for name in value if ... in shape else shape:
-            yield from damages(f"{key}.{name}", value.get(name), shape.get(..., shape.get(name)))
+    return fresh | {"claims": {name: row for name, row in rows.items() if name not in again}}
 
 
 def describe_command(args: argparse.Namespace, names: list[str]) -> str:

@@ -3,8 +3,8 @@
 Problem. A decode step reads every weight for one row. More rows would cost little, but the next token has to be known
 first: guessed by something cheap, or forced by a structure.
 
-Idea. The same prompts with each proposer and with none, on text that repeats what stands in the prompt and on text that
-does not, alone and in a batch (benchmarks/lab.py):
+Idea. The same prompts with each proposer and with none, alone and in a batch, on text that repeats what stands in the
+prompt and on text that does not (lab.py):
 
     speculation    off | each of PROPOSERS          steps for the same tokens; guesses made and accepted
     structured     free | mask | mask and jumps     steps, tokens drawn, valid answers; what masks and grammars cost
@@ -14,10 +14,7 @@ does not, alone and in a batch (benchmarks/lab.py):
     story      Once upon a time there was a fox who      drawn at temperature 0.8; nothing does
 
 Guesses change no answer, so all sides must give the same tokens. Forced text may be written in other tokens than drawn
-text, so there it is validity that is compared. The seconds are those of decoding alone.
-
-Sources: the paper of each mechanism stands beside its claim. Left out: trees of guesses, verify="rejection" (the same
-steps but for the luck of the draw).
+text, so there validity is compared. Sources: beside each claim in papers.json. Left out: trees of guesses.
 """
 
 from __future__ import annotations
@@ -29,16 +26,15 @@ import sys
 import time
 from collections.abc import Callable
 
-from benchmarks.lab import Claim, Found, Lab, Run, middle, ratio, run_all, run_decode, tokens_of
+from benchmarks.lab import Lab, Run, middle, ratio, run_all, run_decode, tokens_of
 from benchmarks.quality import TEXT
+from benchmarks.scheduling import Result
 from drafting.budget import Speculator
 from generate import LLM
-from request import Request
 from sampling import SamplingParams
 from structured import TokenTrie
 
 PROPOSERS = ("ngram", "head", "self:{third}")  # values of `speculate`; {third} is a third of the model's layers
-SAMPLED = {"temperature": 0.8}
 ANIMALS = ("fox", "whale", "mouse", "heron", "badger", "goat", "beetle", "wolf")
 CODE = """def total_of_{0}(items):
     total = 0
@@ -55,8 +51,8 @@ def quotes() -> list[str]:
 
 
 def code() -> list[str]:
-    asked = "# The same function, with total renamed to result:\n"
-    return [CODE.format(animal) + "\n" + asked + f"def result_of_{animal}" for animal in ANIMALS]
+    task = "\n# The same function, with total renamed to result:\ndef result_of_"
+    return [CODE.format(animal) + task + animal for animal in ANIMALS]
 
 
 def story() -> list[str]:
@@ -66,11 +62,11 @@ def story() -> list[str]:
 TEXTS: dict[str, tuple[Callable[[], list[str]], dict]] = {
     "quotes": (quotes, {"temperature": 0.0}),
     "code": (code, {"temperature": 0.0}),
-    "story": (story, SAMPLED),
+    "story": (story, {"temperature": 0.8}),
 }
 
 
-def speculation(lab: Lab) -> Found:
+def speculation(lab: Lab) -> Result:
     """Texts x batch sizes x proposers."""
     engines: dict[str, LLM] = {}
     left_out = []
@@ -85,7 +81,8 @@ def speculation(lab: Lab) -> Found:
     speculators = {name: llm.engine.speculator for name, llm in engines.items()}
     runs = itertools.count()
 
-    def side(text: str, batch: int, name: str | None) -> Run:
+    def side(case: tuple[str, int, str | None]) -> Run:
+        text, batch, name = case
         llm = lab.use(engines[name or PROPOSERS[0]])
         prompts, params = TEXTS[text][0](), TEXTS[text][1] | {"max_tokens": lab.sizes.guessed}
         speculator = None
@@ -94,9 +91,9 @@ def speculation(lab: Lab) -> Found:
             speculator = Speculator(known.proposer, known.most, known.step, known.draft, known.trust)
         llm.engine.speculator = speculator
         scheduler = lab.scheduler(llm=llm)
-        place = next(runs)  # a draft's prefix cache must not know the prompts from the round before
+        namespace = next(runs)  # a draft's prefix cache must not know the prompts from the round before
         requests = [
-            llm.add(prompt, SamplingParams(ignore_eos=True, seed=i, **params), namespace=place)
+            llm.add(prompt, SamplingParams(ignore_eos=True, seed=i, **params), namespace=namespace)
             for i, prompt in enumerate(prompts[:batch])
         ]
         rate = run_decode(llm, requests)
@@ -109,18 +106,16 @@ def speculation(lab: Lab) -> Found:
         return Run(counted, clock, tokens_of(requests))
 
     batches, sides = lab.sizes.batches[:2], {}
-    names = {"off": None} | {name: name for name in engines}
     for text, n in itertools.product(TEXTS, batches):
-        sides |= lab.alternate(
-            {f"{text} x{n}, {label}": lambda t=text, n=n, p=p: side(t, n, p) for label, p in names.items()}
-        )
+        cases = {f"{text} x{n}, off": (text, n, None)} | {f"{text} x{n}, {p}": (text, n, p) for p in engines}
+        sides |= lab.alternate(side, cases)
 
     def gain(text: str, n: int, name: str) -> str:
         on, off = sides[f"{text} x{n}, {name}"], sides[f"{text} x{n}, off"]
         share = on["counted"]["accepted"] / max(1, on["counted"]["guesses"])
         return f"{text} {ratio(on, off, 'tok/s').split(' ')[0]} ({share:.0%} right)"
 
-    found = [
+    measured = [
         f"{name} {n} at a time: {', '.join(gain(text, n, name) for text in TEXTS)}" for name in engines for n in batches
     ]
     even = [f"{name} {100 * speculator.break_even():.0f} %" for name, speculator in speculators.items()]
@@ -128,9 +123,9 @@ def speculation(lab: Lab) -> Found:
         text: max(sides[f"{text} x{n}, {name}"]["counted"]["tokens a step"] for n in batches for name in engines)
         for text in TEXTS
     }
-    return Found(
+    return (
         sides,
-        f"{'; '.join(found)}; one guess alone pays if right more often than {', '.join(even)}"
+        f"{'; '.join(measured)}; one guess alone pays if right more often than {', '.join(even)}"
         + f"; not to be had for this model: {', '.join(left_out)}" * bool(left_out),
         f"guesses for nothing: tokens a step, {', '.join(f'{text} {value:.2f}x' for text, value in most.items())}",
     )
@@ -185,114 +180,67 @@ def is_person(text: str) -> bool:
     return words and type(value["year_of_birth"]) is int and 1000 <= value["year_of_birth"] <= 2100
 
 
-def structured(lab: Lab) -> Found:
+def structured(lab: Lab) -> Result:
     """Records as JSON, one after another: freely, under a mask, and with what is forced appended at once."""
-    llm = lab.llm
-    guides, engine = llm.engine.guides, llm.engine
+    llm, guides, shape = lab.llm, lab.llm.engine.guides, {"json_schema": PERSON, "max_tokens": 160}
 
-    def answer(text: str, **shape) -> Request:
-        params = SamplingParams(temperature=0, max_tokens=160 if shape else 48, **shape)
-        return llm.add(EXAMPLE % text, params)
-
-    def side(shape: dict, jumps: bool) -> Run:
-        scheduler, pick, drawn = lab.scheduler(), engine.pick, 0
-        requests = []
-
-        def counting(ready, logits):
-            nonlocal drawn
-            drawn += sum(not choice.forced for choice, _ in ready)
-            return pick(ready, logits)
-
-        before, guides.jump_forward, engine.pick = guides.jump_forward, jumps, counting
+    def side(case: tuple[dict, bool]) -> Run:
+        params, jumps = case
+        scheduler, requests, before = lab.scheduler(), [], guides.jump_forward
+        guides.jump_forward = jumps
         try:
             began = time.perf_counter()
             for text in PEOPLE[: lab.sizes.records]:
-                requests.append(answer(text, **shape))
+                requests.append(llm.add(EXAMPLE % text, SamplingParams(temperature=0, **params)))
                 run_all(llm, requests)
             rate = len(requests) / (time.perf_counter() - began)
         finally:
             guides.jump_forward = before
-            del engine.pick
-        texts = [request.answers[0].text for request in requests]
-        tokens = sum(len(ids) for ids in tokens_of(requests))
-        counted = {"steps": scheduler.work["steps"], "tokens": tokens, "drawn": drawn, "forced": tokens - drawn}
-        return Run(
-            counted | {"valid": sum(map(is_person, texts)) / len(texts)}, {"records/s": rate}, tokens_of(requests)
-        )
+        texts, ids = [request.answers[0].text for request in requests], tokens_of(requests)
+        steps, tokens = scheduler.work["steps"], sum(map(len, ids))
+        # an answer that runs alone draws one token a step
+        counted = {"steps": steps, "tokens": tokens, "drawn": steps, "forced": tokens - steps}
+        return Run(counted | {"valid": sum(map(is_person, texts)) / len(texts)}, {"records/s": rate}, ids)
 
-    shape = {"json_schema": PERSON}
-    for jumps in (False, True):  # masks are kept, so the first answers would pay for those of the later ones
-        side(shape, jumps)
-    sides = lab.alternate(
-        {
-            "free": lambda: side({}, True),
-            "mask": lambda: side(shape, False),
-            "mask and jumps": lambda: side(shape, True),
-        }
-    )
-    sides |= lab.alternate(
-        {"vocabulary": lambda: build_trie(llm)}
-        | {f"grammar of {name}": lambda s=s: build_guide(llm, s) for name, s in SCHEMAS.items()}
-    )
+    for jumps in (False, True):  # masks are cached, so the first answers would pay for those of the later ones
+        side((shape, jumps))
+    free = ({"max_tokens": 48}, True)
+    sides = lab.alternate(side, {"free": free, "mask": (shape, False), "mask and jumps": (shape, True)})
+    schemas = {"vocabulary": None} | {f"grammar of {name}": schema for name, schema in SCHEMAS.items()}
+    sides |= lab.alternate(lambda schema: build_guide(llm, schema), schemas)
     plain, jumps = sides["mask"], sides["mask and jumps"]
     a, b = plain["counted"], jumps["counted"]
     builds = [middle(sides[f"grammar of {name}"], "build s") for name in SCHEMAS]
     person = sides["grammar of person"]
-    return Found(
+    return (
         sides,
         f"jumps {ratio(jumps, plain, 'records/s')} the speed of a mask alone, {b['steps']} steps instead of "
         f"{a['steps']}; valid {sides['free']['counted']['valid']:.0%} free, {a['valid']:.0%} and {b['valid']:.0%} with "
-        f"the schema; a mask takes {middle(person, 'mask us'):,.0f} us; "
-        f"grammars build in {min(builds):.4f} to {max(builds):.4f} s",
+        f"the schema; a mask takes {middle(person, 'mask us'):,.0f} us; grammars build in {min(builds):.4f} to "
+        f"{max(builds):.4f} s",
         f"only what is not forced is drawn: {a['drawn'] / b['drawn']:.2f}x fewer draws",
     )
 
 
-def build_trie(llm: LLM) -> Run:
+def build_guide(llm: LLM, schema: dict | None) -> Run:
+    """Index the vocabulary (None), or compile a schema and walk the tokens of a text along it."""
+    guides, draw, seconds = llm.engine.guides, random.Random(0), []
     began = time.perf_counter()
-    trie = TokenTrie.from_tokenizer(llm.tokenizer, llm.config.vocab_size)
-    return Run({"states": trie.num_nodes}, {"build s": time.perf_counter() - began})
-
-
-def build_guide(llm: LLM, schema: dict) -> Run:
-    """Compile a schema, and walk the tokens of a text along it."""
-    guides, rng = llm.engine.guides, random.Random(0)
+    if schema is None:
+        trie = TokenTrie.from_tokenizer(llm.tokenizer, llm.config.vocab_size)
+        return Run({"states": trie.num_nodes}, {"build s": time.perf_counter() - began})
     guides.matcher("json_schema", "{}")  # the vocabulary is prepared before
     began = time.perf_counter()
-    matcher = guides.compile("json_schema", json.dumps(schema))[0]
+    matcher, _ = guides.compile("json_schema", json.dumps(schema))
     build = time.perf_counter() - began
-    walker, seconds = matcher.fork(), []
-    while len(seconds) < 24:  # some text that the grammar allows: of each mask a drawn token
+    while len(seconds) < 24:  # some text that the schema allows: of each mask a drawn token
         began = time.perf_counter()
-        allowed = walker.allowed()
+        allowed = matcher.allowed()
         seconds.append(time.perf_counter() - began)
         if not allowed.any():
             break
-        walker.advance(int(rng.choice(allowed.nonzero()[0])))
-    clock = {"build s": build, "mask us": sum(seconds) / len(seconds) * 1e6}
-    return Run({"masks": len(seconds)}, clock)
+        matcher.advance(int(draw.choice(allowed.nonzero()[0])))
+    return Run({"masks": len(seconds)}, {"build s": build, "mask us": sum(seconds) / len(seconds) * 1e6})
 
 
-CLAIMS = {
-    "speculation": Claim(
-        speculation,
-        "speculative decoding",
-        "2-3x; with a draft model of a tenth of the size 25.3 -> 48.4 tok/s, 1.9x",
-        "Leviathan et al. (ICML 2023); gpt-fast (2023)",
-        "T5-XXL 11B on a TPU; Llama-2-70B in int4 with a 7B draft on A100s",
-        "a row more is nearly free where a step waits for its weights, as on those machines; on two cores a step of a "
-        "small model is arithmetic from a few rows on, so only guesses that are mostly right pay, fewer in a batch.",
-        120,
-    ),
-    "structured": Claim(
-        structured,
-        "structured output with jump-forward",
-        "1.6x throughput on JSON, no invalid output ever",
-        "SGLang (NeurIPS 2024), section 4",
-        "Llama-2-7B, one A10G",
-        "the gain is the share of an answer that the schema forces, in tokens; a short record of long keys has much of "
-        "it, and the step that computes a forced run costs as many rows as it has tokens.",
-        40,
-        "none: forced text may be written in other tokens; validity is compared",
-    ),
-}
+EXPERIMENTS = {"speculation": speculation, "structured": structured}

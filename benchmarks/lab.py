@@ -1,21 +1,18 @@
 """Two sides of one switch: run them in turn, and gather what was counted and what the clock said.
 
 Problem. A clock on a shared machine drifts by a tenth within a minute, so a side measured later than the other is
-compared with the weather. And a clock says nothing about why.
+compared with another machine. And a clock does not say why one side is faster.
 
-Idea. The scheduler is the only part that knows most of the switches, and it holds no tensors. So the model is loaded
-once, and each run puts a fresh scheduler into the same engine, over the same KV memory:
+Idea. The scheduler knows most of the switches and holds no tensors. So the model is loaded once, and each run puts a
+fresh scheduler into the same engine, over the same KV memory:
 
     model, KV memory ── engine ── scheduler(batching="static")       round 1: A   round 2: A
                              `─── scheduler(batching="continuous")   round 1:   B round 2:   B
 
-`Watched` is that scheduler, noting the tokens of each step and the seconds of planning. Where the switch is one of the
-model (its bits, its kernels), every side has an engine of its own, and `Lab.use` turns the process-wide settings to the
-side whose turn it is. What is counted must be equal in all rounds; readings of the clock (and of the system's memory
-counters) are kept one by one, and ratios are taken within a round.
+Where the switch belongs to the model (its bits, its kernels), every side has an engine of its own. Counted work must be
+equal in all rounds; clock readings are kept one by one, and ratios are taken within a round.
 
-Source: the alternation is common practice in benchmarking (paired measurement). Left out: which switches, on which
-workloads, against which claims (scheduling.py, speed.py, mapping.py, guessing.py).
+Source: paired measurement, common in benchmarking. Left out: which switches (scheduling.py, speed.py, guessing.py).
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ import gc
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import log
@@ -32,6 +29,7 @@ from math import log
 import torch
 
 import kernels
+from benchmarks import simulate
 from benchmarks.past import scheduler_class
 from benchmarks.peers import random_prompt
 from benchmarks.roofline import read_bandwidth
@@ -40,7 +38,9 @@ from kv_paged import BlockPool
 from radix import PREFIX_CACHES
 from request import Request
 from sampling import SamplingParams
-from scheduler import Sequence, Step
+from scheduler import Scheduler, Sequence, Step
+
+median = statistics.median
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Sizes:
     rounds: int = 3
     trace_requests: int = 600  # kv-memory
     batch_requests: int = 24
-    seats: int = 8
+    seats: int = 8  # batch slots
     answer_mean: int = 40
     shared: int = 384  # few-shot: the examples; tree: the problem
     questions: int = 7
@@ -69,7 +69,7 @@ class Sizes:
     decoded: int = 48  # tokens of each sequence where only decoding is timed
     text: int = 1024  # of data/alice.txt
     compile: bool = True  # dense layers too, which takes half a minute
-    guessed: int = 64  # tokens of each answer that is guessed at
+    guessed: int = 64  # tokens of each speculated answer
     records: int = 6  # answers in JSON
 
 
@@ -90,36 +90,8 @@ class Run:
     answers: list[list[int]] = field(default_factory=list)
 
 
-@dataclass
-class Found:
-    """What an experiment found: its sides as `Lab.alternate` gathers them, a sentence with what was measured, and the
-    floor: the most that the mechanism could give here, from counted work or bytes."""
-
-    sides: dict[str, dict]
-    measured: str
-    floor: str
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A row of the table: what is switched, what was claimed for it, and why a small machine may see something else.
-
-    setting: where the claim was measured. seconds: what the experiment takes in full on two cores, for the progress
-    bar. alone: why the answers of its sides are not compared; None where they must be the same.
-    """
-
-    run: Callable[[Lab], Found]
-    mechanism: str
-    claim: str
-    source: str
-    setting: str
-    why: str
-    seconds: int
-    alone: str | None = None
-
-
 class Watched:
-    """Mixed into a scheduler class, notes what each step computes and the seconds spent on planning."""
+    """Mixed into a scheduler class, records the tokens of each step and the seconds spent on planning."""
 
     def __init__(self, *args, **switches):
         super().__init__(*args, **switches)
@@ -149,16 +121,30 @@ class Watched:
         return {"steps": len(self.step_tokens), "tokens computed": sum(self.step_tokens)}
 
 
+class ObservedRunner:
+    """A ModelRunner that runs another one under the context manager that `watch()` returns."""
+
+    def __init__(self, runner, watch: Callable):
+        self.runner, self.watch = runner, watch
+
+    def run(self, batch):
+        with self.watch():
+            return self.runner.run(batch)
+
+    def __getattr__(self, name: str):
+        return getattr(self.runner, name)
+
+
 class Lab:
     """What the experiments share: an engine (loaded when first needed), the sizes, the workload's seed.
 
-    flags: arguments of LLM. tick(label) is told which side runs.
+    flags: arguments of LLM. tick(label) is called with the side that runs.
     """
 
     def __init__(self, flags: dict, sizes: Sizes = FULL, tick: Callable[[str], None] = lambda label: None):
         self.flags, self.sizes, self.tick = flags, sizes, tick
         self.seed, self.block_size = flags.get("seed", 0), flags.get("block_size", 16)
-        self._process: dict[LLM, tuple[str, int]] = {}  # kernels and torch's threads as each engine wants them
+        self._process: dict[LLM, tuple[str, int]] = {}  # kernels and torch's threads that each engine needs
 
     @cached_property
     def llm(self) -> LLM:
@@ -173,7 +159,7 @@ class Lab:
         """An engine with some flags changed, warmed up. It stays until `close`."""
         flags = self.flags | changed
         if changed and flags.get("num_blocks") is None and flags.get("kv_memory") is None:
-            flags["num_blocks"] = 512  # beside the lab's own engine there is no room for another whole pool
+            flags["num_blocks"] = 512  # beside the lab's own engine there is no room for another full pool
         llm = LLM(**flags)
         self._process[llm] = kernels.backend(), torch.get_num_threads()
         prompt = random_prompt(llm.config.vocab_size, 16, self.seed)
@@ -181,7 +167,7 @@ class Lab:
         return llm
 
     def use(self, llm: LLM) -> LLM:
-        """Kernels and threads are the whole process's: set them as `llm` was made with."""
+        """Kernels and threads belong to the process: set them as `llm` was made with."""
         backend, threads = self._process[llm]
         kernels.set_backend(backend)
         torch.set_num_threads(threads)
@@ -200,39 +186,26 @@ class Lab:
         draw, high = random.Random(self.seed), vocab_size or self.llm.config.vocab_size
         return lambda n: [draw.randrange(high) for _ in range(n)]
 
-    def lengths(self, n: int, mean: float, most: int) -> list[int]:
-        """n lognormal lengths (sigma 1) of this mean, cut at `most`."""
-        draw = random.Random(self.seed)
-        return [max(1, min(most, round(draw.lognormvariate(log(mean) - 0.5, 1.0)))) for _ in range(n)]
-
-    def scheduler(
-        self, prefix_cache: str = "none", num_blocks: int | None = None, llm: LLM | None = None, **switches
-    ) -> Watched:
+    def scheduler(self, prefix_cache: str = "none", num_blocks: int | None = None, llm=None, **switches) -> Watched:
         """Put a fresh scheduler into an engine (the lab's own): same model, same KV memory, other switches."""
         llm = llm or self.llm
         held = llm.kv.num_blocks - 1
         if (num_blocks or 0) > held:
             raise ValueError(f"the experiment needs {num_blocks} KV blocks, the pool has {held}: raise --num-blocks")
         switches.setdefault("max_model_len", llm.max_model_len)
-        scheduler = counting_scheduler(num_blocks or held, llm.kv.block_size, prefix_cache, **switches)
-        llm.scheduler = llm.engine.scheduler = scheduler
-        return scheduler
+        llm.scheduler = counting_scheduler(num_blocks or held, llm.kv.block_size, prefix_cache, **switches)
+        llm.engine.scheduler = llm.scheduler
+        return llm.scheduler
 
-    def alternate(self, sides: dict[str, Callable[[], Run]]) -> dict[str, dict]:
-        """Run the sides in turn, as many rounds as asked, and gather what they found."""
+    def alternate(self, side: Callable[..., Run], sides: dict | list | tuple) -> dict[str, dict]:
+        """Run side(argument) for each {name: argument} in turn, as many rounds as asked for, and gather the runs."""
+        sides = sides if isinstance(sides, dict) else dict(zip(sides, sides, strict=True))
         runs: dict[str, list[Run]] = {name: [] for name in sides}
         for i in range(self.sizes.rounds):
-            for name, run in sides.items():
+            for name, argument in sides.items():
                 self.tick(f"round {i + 1}, {name}")
-                runs[name].append(run())
+                runs[name].append(side(argument))
         return {name: gathered(name, rounds) for name, rounds in runs.items()}
-
-
-def counting_scheduler(num_blocks: int, block_size: int, prefix_cache: str = "none", **switches) -> Watched:
-    pool = BlockPool(num_blocks + 1, block_size)
-    cache = None if prefix_cache == "none" else PREFIX_CACHES[prefix_cache](pool)
-    base = scheduler_class(switches.pop("batching", "continuous"), switches.pop("reserve", "paged"))
-    return type("Watched", (Watched, base), {})(pool, cache, **switches)
 
 
 def gathered(name: str, rounds: list[Run]) -> dict:
@@ -242,6 +215,65 @@ def gathered(name: str, rounds: list[Run]) -> dict:
         raise RuntimeError(f"{name}: two rounds did not do the same work: {[run.counted for run in rounds]}")
     clock = {key: [float(f"{run.clock[key]:.4g}") for run in rounds] for key in first.clock}
     return {"counted": first.counted, "clock": clock, "answers": first.answers}
+
+
+def middle(side: dict, key: str) -> float:
+    """The median of a clock reading over the rounds."""
+    return median(side["clock"][key])
+
+
+def ratio(a: dict, b: dict, key: str) -> str:
+    """a over b, round by round: "1.52x", or "1.52x (1.49 to 1.55)" if the rounds differ."""
+    each = [x / y for x, y in zip(a["clock"][key], b["clock"][key], strict=True)]
+    mid, least, most = (f"{value:.2f}" for value in (median(each), min(each), max(each)))
+    return f"{mid}x" if least == most else f"{mid}x ({least} to {most})"
+
+
+def megabytes(nbytes: float) -> float:
+    """To four digits."""
+    return float(f"{nbytes / 1e6:.4g}")
+
+
+# ---- workloads without a model
+
+
+def counting_scheduler(num_blocks: int, block_size: int, prefix_cache: str = "none", **switches) -> Watched:
+    pool = BlockPool(num_blocks + 1, block_size)
+    cache = None if prefix_cache == "none" else PREFIX_CACHES[prefix_cache](pool)
+    base = scheduler_class(switches.pop("batching", "continuous"), switches.pop("reserve", "paged"))
+    return type("Watched", (Watched, base), {})(pool, cache, **switches)
+
+
+def drive(scheduler: Scheduler, lengths: dict[int, int]) -> Iterator[tuple[list[Sequence], list[Sequence]]]:
+    """Answer the queued sequences with lengths[seq.id] zeros each; yields who was in a step, and who ended with it."""
+    while scheduler.has_unfinished():
+        step = scheduler.schedule()
+        scheduler.computed(step)
+        members, ended = [seq for seq, _ in step.entries], []
+        for seq in members:
+            if seq.num_new == 0:
+                seq.tokens.append(0)
+                if len(seq.output) == lengths[seq.id]:
+                    scheduler.finish(seq)
+                    ended.append(seq)
+        yield members, ended
+
+
+def lognormal_lengths(n: int, mean: float, most: int, seed: int) -> list[int]:
+    """n lognormal lengths of this mean, cut at `most`; sigma 1 is about the spread of chat traces."""
+    draw = random.Random(seed)
+    return [max(1, min(most, round(draw.lognormvariate(log(mean) - 0.5, 1.0)))) for _ in range(n)]
+
+
+def chat_trace(requests: int, reserve: str, block_size: int = 16, seed: int = 0):
+    """Arguments of the simulator for a chat trace in a pool of 16,384 tokens, too small for what arrives."""
+    flags = f"--simulate --requests {requests} --rate 1000 --seed {seed} --prefixes 0 --turns 1 --prompt-mean 161"
+    flags += " --output-mean 338 --length-spread 1 --max-tokens 1024 --max-model-len 2048 --max-num-seqs 256"
+    flags += f" --num-blocks {16384 // block_size + 1} --block-size {block_size} --prefix-cache none"
+    return simulate.parse(f"{flags} --reserve {reserve}".split())
+
+
+# ---- workloads with a model
 
 
 def answer_of(tokens: int, **params) -> SamplingParams:
@@ -268,9 +300,9 @@ def run_decode(llm: LLM, requests: list[Request]) -> float:
     """Run queued requests to their end. Tokens per second once each has its first, so that no prefill is in it."""
     while any(request.first_token is None for request in requests) and llm.engine.has_work:
         llm.engine.step()
-    done = sum(len(answer) for answer in tokens_of(requests))
+    done = sum(map(len, tokens_of(requests)))
     seconds = run_all(llm, requests)
-    return (sum(len(answer) for answer in tokens_of(requests)) - done) / seconds
+    return (sum(map(len, tokens_of(requests))) - done) / seconds
 
 
 def run_all(llm: LLM, requests: list[Request]) -> float:
@@ -278,7 +310,7 @@ def run_all(llm: LLM, requests: list[Request]) -> float:
     began = time.perf_counter()
     while llm.engine.has_work:
         llm.engine.step()
-    failed = [choice.error for request in requests for choice in request.answers if choice.error]
+    failed = [answer.error for request in requests for answer in request.answers if answer.error]
     if failed:
         raise ValueError(f"a request of the workload failed: {failed[0]}")
     return time.perf_counter() - began
@@ -286,25 +318,21 @@ def run_all(llm: LLM, requests: list[Request]) -> float:
 
 def tokens_of(requests: list[Request]) -> list[list[int]]:
     """The tokens of every answer, those of parallel ones side by side."""
-    return [list(choice.token_ids) for request in requests for choice in request.answers]
+    return [list(answer.token_ids) for request in requests for answer in request.answers]
 
 
-def megabytes(nbytes: float) -> float:
-    """To four digits."""
-    return float(f"{nbytes / 1e6:.4g}")
+def gaps_while_a_prompt_arrives(llm: LLM, long: int, lasting: int, runners: int) -> tuple[list[float], list[Request]]:
+    """A prompt of `long` tokens arrives after `runners` requests have decoded 9 of their `lasting` tokens each.
 
-
-def median(values: list[float]) -> float:
-    return statistics.median(values)
-
-
-def middle(side: dict, key: str) -> float:
-    """The median of a clock reading over the rounds."""
-    return median(side["clock"][key])
-
-
-def ratio(a: dict, b: dict, key: str) -> str:
-    """a over b, round by round: "1.52x", or "1.52x (1.49 to 1.55)" if the rounds differ."""
-    each = [x / y for x, y in zip(a["clock"][key], b["clock"][key], strict=True)]
-    mid, least, most = (f"{value:.2f}" for value in (median(each), min(each), max(each)))
-    return f"{mid}x" if least == most else f"{mid}x ({least} to {most})"
+    Returns the times of the first one's tokens (perf_counter), and the requests, the late one last.
+    """
+    vocab, times = llm.config.vocab_size, []
+    requests = [llm.add(random_prompt(vocab, 8, seed), answer_of(lasting)) for seed in range(runners)]
+    while llm.engine.has_work:
+        deltas = llm.engine.step()
+        if any(delta.request is requests[0] for delta in deltas):
+            times.append(time.perf_counter())
+        if len(times) == 9 and len(requests) == runners:
+            requests.append(llm.add(random_prompt(vocab, long, 99), answer_of(1)))
+    run_all(llm, requests)  # nothing is left to run: looks for failures
+    return times, requests

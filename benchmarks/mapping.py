@@ -1,20 +1,18 @@
-"""What mapping the checkpoint buys: children that open it mapped, or read it whole, and say what they hold.
+"""What mapping the checkpoint buys: two processes map it or read it, and report what they hold.
 
 Problem. Reading a file of weights copies it from the page cache into memory of the process, and a second process makes
 another copy. Both copies count while the model is built, and neither is needed.
 
-Idea. Two children with one switch, driven over a pipe, and the system's own books on them (/proc: VmHWM is the peak,
-RssAnon what is private, Pss what is shared divided by those who share it):
+Idea. Two children with one switch, driven over a pipe, and the system's figures for them (/proc: VmHWM is the peak,
+RssAnon what is private, Pss what is shared divided by the number of those who share it):
 
     mapped   page cache [ file ] <── child 1, child 2 look at the same pages                 Pss: half the file each
     whole    page cache [ file ] ──copy──> child 1 [ file ]   ──copy──> child 2 [ file ]     Pss: the file each
 
-The engine itself always maps; reading whole is done here, in the child, before the same loader runs. The first child
-goes on to a loaded model, for the time and the peak of a start, and then looks at every page of the file, as the second
-does, whose Pss is measured.
+The engine itself always maps; reading is done here, in the child, before the same loader runs. The first child goes on
+to a loaded model, for the time and the peak of a start; both look at every page; the Pss of the second is measured.
 
-Source: llama.cpp, which maps its files since 2023. Left out: cold page caches, since dropping them takes a privilege;
-locking pages. Not a command for users: `bench.py claims --only mmap` runs it.
+Source: llama.cpp, which maps its files since 2023. Left out: cold page caches, since dropping them takes a privilege.
 """
 
 from __future__ import annotations
@@ -29,7 +27,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.lab import Claim, Found, Lab, Run, megabytes, middle, ratio
+from benchmarks.lab import Lab, Run, megabytes, middle, ratio
+from benchmarks.scheduling import Result
 from checkpoint import Checkpoint, open_checkpoint
 from generate import DTYPES
 from model import Transformer
@@ -74,7 +73,7 @@ def look_at_all(ckpt: Checkpoint) -> list[torch.Tensor]:
 def serve_parent(model: str, whole: bool, quant: str | None, dtype: str) -> None:
     """The child: does what the lines on stdin say ("memory", "open" or "load") and answers each with a line of JSON."""
     torch.set_num_threads(1)
-    kept = []
+    held = []
     for line in sys.stdin:
         answer = {}
         if line.strip() != "memory":
@@ -84,11 +83,11 @@ def serve_parent(model: str, whole: bool, quant: str | None, dtype: str) -> None
                 read_whole(ckpt)
             answer["open s"] = time.perf_counter() - began
             if line.strip() == "load":
-                kept.append(Transformer(ckpt, quant, DTYPES[dtype], max_model_len=512))
-                set_activations(kept[-1], "int8")
+                held.append(Transformer(ckpt, quant, DTYPES[dtype], max_model_len=512))
+                set_activations(held[-1], "int8")
                 answer |= {"ready s": time.perf_counter() - began, "peak": memory()["VmHWM"]}
-                answer["model"] = kept[-1].weight_bytes
-            kept += [ckpt, tensors := look_at_all(ckpt)]
+                answer["model"] = held[-1].weight_bytes
+            held += [ckpt, tensors := look_at_all(ckpt)]
             answer["file"] = sum(tensor.nbytes for tensor in tensors)
         print(json.dumps(answer | memory()), flush=True)
 
@@ -119,7 +118,7 @@ class Child:
         return json.loads(answer)
 
 
-def mapped_weights(lab: Lab) -> Found:
+def mapped_weights(lab: Lab) -> Result:
     """The same checkpoint opened by two processes, mapped or read whole; the first builds a model from it."""
     model, quant = str(lab.flags.get("model", "smollm2")), lab.flags.get("quant")
     sizes = {}
@@ -137,10 +136,10 @@ def mapped_weights(lab: Lab) -> Found:
                 clock[name] = megabytes(opened[key] - alone[key])
             return Run({"MB copied": megabytes(loaded["file"]) if whole else 0.0}, clock)
 
-    sides = lab.alternate({"whole": lambda: side(True), "mapped": lambda: side(False)})
+    sides = lab.alternate(side, {"whole": True, "mapped": False})
     a, b = sides["whole"], sides["mapped"]
     share = [middle(x, "MB of the second, its share") for x in (a, b)]
-    return Found(
+    return (
         sides,
         f"the file is open {ratio(a, b, 'open s')} and the model ready {ratio(a, b, 'ready s')} faster; "
         f"{middle(a, 'MB at the peak'):.0f} -> {middle(b, 'MB at the peak'):.0f} MB at the peak; a second process "
@@ -148,21 +147,6 @@ def mapped_weights(lab: Lab) -> Found:
         f"no copy: a peak of {sizes['model'] / 1e6:.0f} MB, the model itself, and {sizes['file'] / 2e6:.0f} MB, half "
         "the file, for each of two processes",
     )
-
-
-CLAIMS = {
-    "mmap": Claim(
-        mapped_weights,
-        "memory-mapped weights",
-        "start without a second copy, one page cache for all processes; up to 100x faster to load, in half the memory",
-        "llama.cpp (2023)",
-        "LLaMA-7B to 65B, files in the page cache",
-        "llama.cpp computes on the mapped pages; this engine repacks quantised weights into its kernels' tiles, so "
-        "reading is only a part of its start, and what two processes share is the file, not the tiles.",
-        45,
-        "none: nothing is answered",
-    ),
-}
 
 
 if __name__ == "__main__":

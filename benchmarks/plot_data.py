@@ -1,42 +1,42 @@
-"""What the pictures show, gathered: counted on the scheduler alone, counted with a model, or read off a clock.
+"""What the pictures show: counted on the scheduler alone, counted with a model, or read off a clock.
 
-    python bench.py plots                    gathers everything, writes results/plots.json, draws results/plots/*.svg
-    python bench.py plots --redraw           draws from results/plots.json again: nothing is measured
-
-The problem. A picture that is drawn by the program that measures cannot be drawn again without measuring, and nobody
-can check a dot against its number.
+The problem. A picture drawn by the program that measures cannot be drawn again without measuring, and nobody can check
+a dot against its number.
 
 The idea. Gathering and drawing share nothing but a dictionary of plain numbers, kept beside the pictures:
 
     GATHER[name](bench) ──► {"kv-memory": {...}, ...} in plots.json ──► PICTURES[name].draw (plots.py) ──► SVG
 
-Where no clock is needed none is read: pages, seats, cache hits and the tree come from the real scheduler, pool and
-cache with a pretended model, acceptance from the real model with the speculator told to guess always. These repeat to
-the last digit. What the clock says is measured the way the other commands measure it, most of it by running them.
+Where no clock is needed none is read: pages, batch slots, cache hits and the tree come from the real scheduler, pool
+and cache without a model, acceptance from the real model with a speculator that always guesses. These repeat to the
+last digit. What needs a clock is measured by the other commands of bench.py, each in a process of its own.
 
-Left out: error bars. Rates are medians of a few repetitions, and a machine that others use moves them by a tenth.
+Left out: error bars. Rates are medians of a few repetitions, and a shared machine moves them by a tenth.
 """
 
 from __future__ import annotations
 
-import random
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from math import log
 from pathlib import Path
 
 import torch
 
 import kernels
-from benchmarks import quality as bench_quality
-from benchmarks import simulate
+from benchmarks import quality, simulate
 from benchmarks import size as bench_size
-from benchmarks.lab import answer_of, counting_scheduler
-from benchmarks.peers import figures_of, random_prompt
+from benchmarks.lab import (
+    answer_of,
+    chat_trace,
+    counting_scheduler,
+    drive,
+    gaps_while_a_prompt_arrives,
+    lognormal_lengths,
+)
+from benchmarks.peers import figures_of
 from benchmarks.roofline import matrix_rate, read_bandwidth
 from checkpoint import open_checkpoint
 from drafting.budget import Speculator
@@ -47,7 +47,8 @@ from radix import RadixCache
 from scheduler import Sequence
 from speculative import NgramProposer
 
-HERE = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent
+PARTS = ("tokens", "reserved", "fragments")  # of the KV memory
 CONFIGURATIONS = {  # name: flags of the engine
     "float32": ["--dtype", "float32"],
     "bfloat16": ["--dtype", "bfloat16"],
@@ -83,7 +84,7 @@ class Bench:
     model: str = "smollm2"
     threads: int = 2
     sizes: Sizes = Sizes()
-    text: Path = bench_quality.TEXT
+    text: Path = quality.TEXT
 
     @cached_property
     def config(self) -> ModelConfig:
@@ -91,27 +92,24 @@ class Bench:
 
     @property
     def tokens(self) -> int:
-        """The context that is asked for: no model of the tests takes more, and the pool stays small."""
+        """The context of the engines that are started: the pool stays small."""
         return min(2048, self.config.max_position_embeddings)
 
-    def flags(self) -> list[str]:
-        return ["--model", self.model, "--threads", str(self.threads), "--max-model-len", str(self.tokens)]
+    def llm(self, **options) -> LLM:
+        return LLM(model=self.model, threads=self.threads, max_model_len=self.tokens, num_blocks=512, **options)
 
-    def llm(self, **changed) -> LLM:
-        given = {"model": self.model, "threads": self.threads, "max_model_len": self.tokens, "num_blocks": 512}
-        return LLM(**(given | changed))
-
-    def run(self, *words: str) -> dict:
+    def run(self, *words: object) -> dict:
         """The JSON of another command of bench.py, in a process of its own: its memory goes with it."""
-        name = f"bench.py {words[0]}"
-        return figures_of(name, [sys.executable, str(HERE / "bench.py"), *words, "--json", *self.flags()])
+        command = [sys.executable, str(ROOT / "bench.py"), *map(str, words), "--json", "--model", self.model]
+        command += ["--threads", str(self.threads), "--max-model-len", str(self.tokens)]
+        return figures_of(f"bench.py {words[0]}", command)
 
 
 # ---- counted: the scheduler, the pool and the cache, without a model
 
 
 class Occupancy(simulate.Simulation):
-    """The simulator, which also notes what the slots of the pool hold while requests wait for memory."""
+    """The simulator, which also records what the slots of the pool hold while requests wait for memory."""
 
     def __init__(self, args):
         super().__init__(args)
@@ -121,7 +119,7 @@ class Occupancy(simulate.Simulation):
         super()._sample()
         scheduler, size = self.scheduler, self.scheduler.block_size
         if not scheduler.stats()["waiting"]:
-            return  # nobody wants memory: nothing is wasted
+            return  # no request lacks memory: nothing is wasted
         balance = scheduler.tables.balance(scheduler.running)
         tokens, held = balance["kv_tokens"], balance["live"] * size
         to_come = 0  # slots already held that the answers will yet fill
@@ -138,83 +136,60 @@ def kv_memory(bench: Bench, bars: int = 24) -> dict:
     """{side: {tokens, reserved, fragments: shares of the pool over time, mean: of each}}"""
     sides = {}
     for name, reserve in (("one slab per request", "contiguous"), ("pages of 16 tokens", "paged")):
-        flags = (
-            f"--simulate --requests {bench.sizes.trace_requests} --rate 1000 --prefixes 0 --turns 1 --prompt-mean 161"
-        )
-        flags += " --output-mean 338 --length-spread 1 --max-tokens 1024 --num-blocks 1025 --max-num-seqs 256"
-        run = Occupancy(simulate.parse(f"{flags} --prefix-cache none --reserve {reserve}".split()))
+        run = Occupancy(chat_trace(bench.sizes.trace_requests, reserve))
         run.run()
-        parts = {part: list(values) for part, values in zip(PARTS, zip(*run.samples, strict=True), strict=True)}
+        parts = dict(zip(PARTS, zip(*run.samples, strict=True), strict=True))
         sides[name] = {part: thinned(values, bars) for part, values in parts.items()}
         sides[name]["mean"] = {part: round(statistics.fmean(values), 4) for part, values in parts.items()}
         sides[name]["steps"] = run.scheduler.steps
     return sides
 
 
-PARTS = ("tokens", "reserved", "fragments")
-
-
-def thinned(values: list[float], n: int) -> list[float]:
+def thinned(values: tuple[float, ...], n: int) -> list[float]:
     """n means over equal runs of the values (or the values, if they are fewer)."""
     n = min(n, len(values))
     edges = [round(i * len(values) / n) for i in range(n + 1)]
     return [round(statistics.fmean(values[a:b]), 4) for a, b in zip(edges, edges[1:], strict=False)]
 
 
-def batch_chart(bench: Bench, seats: int = 4) -> dict:
-    """{side: [[seat, first step, last step + 1, request], ...]}: who sat where, in which steps."""
-    draw = random.Random(1)
-    lengths = [
-        max(2, min(60, round(draw.lognormvariate(log(18) - 0.5, 1.0)))) for _ in range(bench.sizes.batch_requests)
-    ]
-    sides = {}
-    for batching in ("static", "continuous"):
-        scheduler = counting_scheduler(256, 16, max_num_seqs=seats, batching=batching)
-        ends = {}
-        for number, length in enumerate(lengths):
-            seq = Sequence([number] * 24, 64)
-            ends[seq.id] = number, 24 + length
-            scheduler.add(seq)
-        sides[batching] = seating(scheduler, ends, seats)
-    return sides
+def batch_chart(bench: Bench, slots: int = 4) -> dict:
+    """{side: [[batch slot, first step, last step + 1, request], ...]}: who held which slot, in which steps."""
+    lengths = [max(2, length) for length in lognormal_lengths(bench.sizes.batch_requests, 18, 60, seed=1)]
+    return {kind: occupied_slots(kind, lengths, slots) for kind in ("static", "continuous")}
 
 
-def seating(scheduler, ends: dict, seats: int) -> list[list[int]]:
-    """Run to the end; an answer sits on the lowest seat that is free when it joins."""
-    free, seated, rows, step_number = list(range(seats)), {}, [], 0
-    while scheduler.has_unfinished():
-        step = scheduler.schedule()
-        scheduler.computed(step)
-        for seq, _ in step.entries:
-            if seq.id not in seated:
-                seated[seq.id] = free.pop(0), step_number
-        for seq in [seq for seq, _ in step.entries if seq.num_new == 0]:
-            seq.tokens.append(0)
-            number, length = ends[seq.id]
-            if len(seq.tokens) == length:
-                scheduler.finish(seq)
-                seat, start = seated[seq.id]
-                rows.append([seat, start, step_number + 1, number])
-                free = sorted([*free, seat])
-        step_number += 1
+def occupied_slots(batching: str, lengths: list[int], slots: int) -> list[list[int]]:
+    """Run answers of these lengths to their end; each takes the lowest batch slot that is free when it joins."""
+    scheduler = counting_scheduler(256, 16, max_num_seqs=slots, batching=batching)
+    sequences = [Sequence([number] * 24, 64) for number in range(len(lengths))]
+    for seq in sequences:
+        scheduler.add(seq)
+    free, joined, rows = list(range(slots)), {}, []
+    steps = drive(scheduler, {seq.id: n for seq, n in zip(sequences, lengths, strict=True)})
+    for step, (members, ended) in enumerate(steps):
+        for seq in members:
+            if seq.id not in joined:
+                joined[seq.id] = free.pop(0), step
+        for seq in ended:
+            slot, start = joined[seq.id]
+            rows.append([slot, start, step + 1, sequences.index(seq)])
+            free = sorted([*free, slot])
     return rows
 
 
 def hit_rate(bench: Bench) -> dict:
-    """{policy: [[tokens that the pool holds, share of prompt tokens found in the cache], ...]}"""
-    flags = (
-        f"--simulate --requests {bench.sizes.hit_requests} --rate 30 --prefixes 16 --prefix-len 256 --prefix-share 0.9"
-    )
-    flags += " --turns 2 --think-time 2 --prompt-mean 48 --output-mean 32 --max-tokens 64 --max-num-seqs 8"
-    flags += " --max-model-len 1024"
-    sides = {}
-    for policy in ("fcfs", "lpm"):
-        sides[policy] = []
-        for blocks in bench.sizes.hit_blocks:
-            run = simulate.Simulation(simulate.parse(f"{flags} --policy {policy} --num-blocks {blocks + 1}".split()))
-            run.run()
-            sides[policy].append([blocks * 16, round(run.report()["hit_rate"], 4)])
-    return sides
+    """{policy: [[tokens that the pool holds, share of prompt tokens matched in the cache], ...]}"""
+    flags = "--simulate --rate 30 --prefixes 16 --prefix-len 256 --prefix-share 0.9 --turns 2 --think-time 2"
+    flags += " --prompt-mean 48 --output-mean 32 --max-tokens 64 --max-num-seqs 8 --max-model-len 1024"
+    flags += f" --requests {bench.sizes.hit_requests}"
+
+    def rate(policy: str, blocks: int) -> float:
+        run = simulate.Simulation(simulate.parse(f"{flags} --policy {policy} --num-blocks {blocks + 1}".split()))
+        run.run()
+        return round(run.report()["hit_rate"], 4)
+
+    blocks = bench.sizes.hit_blocks
+    return {policy: [[n * 16, rate(policy, n)] for n in blocks] for policy in ("fcfs", "lpm")}
 
 
 TREE = {  # name: the one it continues, tokens of its own
@@ -245,7 +220,7 @@ def radix_tree(bench: Bench, block_size: int = 8) -> dict:
         blocks = pool.allocate((len(prompts[name]) - match.n_tokens) // block_size)
         cache.unlock(cache.insert(prompts[name], match.blocks + blocks, match.handle).handle)
         pool.release(blocks)
-    asked = [prompts[name] for name, (base, _) in TREE.items() if base]
+    requests = [prompts[name] for name, (base, _) in TREE.items() if base]
 
     def picture(node: dict, before: list[int]) -> dict:
         path = before + node["tokens"]
@@ -255,64 +230,46 @@ def radix_tree(bench: Bench, block_size: int = 8) -> dict:
             "label": ", ".join(ends),
             "tokens": node["n_tokens"],
             "blocks": len(node["blocks"]),
-            "requests": sum(prompt[:through] == path[:through] for prompt in asked),
+            "requests": sum(prompt[:through] == path[:through] for prompt in requests),
             "children": [picture(child, path) for child in node["children"]],
         }
 
     (root,) = cache.snapshot(max_tokens=1000)
-    return {"tree": picture(root, []), "prompt_tokens": sum(map(len, asked)), "computed_tokens": made}
+    return {"tree": picture(root, []), "prompt_tokens": sum(map(len, requests)), "computed_tokens": made}
 
 
-# ---- counted, with a model
+# ---- with a model
 
-REPEATS = (
-    "Here is a table of the planets, first as text and then once more, unchanged.\n"
-    + "".join(
-        f"- {name}: planet number {i} from the Sun\n" for i, name in enumerate("Mercury Venus Earth Mars".split(), 1)
-    )
-    + "Once more:\n- Mercury: planet number 1 from the Sun\n- Venus:"
-)
-PROMPTS = {"text that repeats": REPEATS, "a story": "Once upon a time"}
+NAMES = ("Mercury", "Venus", "Earth", "Mars")
+PLANETS = "".join(f"- {name}: planet number {i} from the Sun\n" for i, name in enumerate(NAMES, 1))
+REPEATS = f"Here is a table of the planets, first as text and then once more, unchanged.\n{PLANETS}Once more:\n"
+PROMPTS = {"text that repeats": f"{REPEATS}{PLANETS[:40]}- Venus:", "a story": "Once upon a time"}
 
 
 def acceptance(bench: Bench) -> dict:
     """{text: [[draft length, share of guesses accepted, tokens a step], ...]} of n-gram drafts, guessing always."""
-    most = max(bench.sizes.drafts)
-    llm, found = bench.llm(quant="int4", speculate="ngram", num_speculative_tokens=most), {}
-    for text, prompt in PROMPTS.items():
-        found[text] = []
-        for length in bench.sizes.drafts:
-            speculator = llm.engine.speculator = Speculator(NgramProposer(), length)
-            llm.generate(prompt, answer_of(bench.sizes.draft_gen))
-            stats = speculator.stats()
-            share = stats["accepted"] / stats["drafted"] if stats["drafted"] else 0.0
-            found[text].append([length, round(share, 4), round(stats["tokens_per_step"], 3)])
-    return found
+    llm = bench.llm(quant="int4", speculate="ngram", num_speculative_tokens=max(bench.sizes.drafts))
 
+    def point(prompt: str, length: int) -> list[float]:
+        llm.engine.speculator = Speculator(NgramProposer(), length)
+        llm.generate(prompt, answer_of(bench.sizes.draft_gen))
+        stats = llm.stats()
+        return [length, round(stats["accepted"] / max(1, stats["drafted"]), 4), round(stats["tokens_per_step"], 3)]
 
-# ---- with a clock
+    return {text: [point(prompt, length) for length in bench.sizes.drafts] for text, prompt in PROMPTS.items()}
 
 
 def chunking(bench: Bench, runners: int = 4, chunk: int = 64) -> dict:
     """{side: [[seconds, ms since the last token], ...]} of one of four decoding requests while a long prompt comes."""
     llm, long = bench.llm(quant="int4", compile=True), min(bench.sizes.long_prompt, bench.tokens - 8)
-    vocab, lasting = llm.config.vocab_size, 24 + -(-long // (chunk - runners))
-    sides = {}
+    lasting, sides = 24 + -(-long // (chunk - runners)), {}
     for name, budget in (("whole prompt in one step", bench.tokens), (f"chunks of {chunk}", chunk)):
         scheduler = counting_scheduler(500, 16, max_num_batched_tokens=budget, max_model_len=bench.tokens)
         llm.scheduler = llm.engine.scheduler = scheduler
-        watched = [llm.add(random_prompt(vocab, 8, seed), answer_of(lasting)) for seed in range(runners)][0]
-        gaps, began, last, arrived = [], time.perf_counter(), None, None
-        while llm.engine.has_work:
-            deltas = llm.engine.step()
-            now = time.perf_counter()
-            if any(delta.request is watched for delta in deltas):
-                gaps += [[round(now - began, 4), round((now - last) * 1e3, 3)]] if last else []
-                last = now
-            if len(gaps) == 8 and arrived is None:
-                arrived = now - began
-                llm.add(random_prompt(vocab, long, 99), answer_of(1))
-        sides[name] = {"gaps": gaps, "arrived": round(arrived, 4)}
+        times, requests = gaps_while_a_prompt_arrives(llm, long, lasting, runners)
+        began, arrived = requests[0].arrival, requests[-1].arrival
+        gaps = [[round(b - began, 4), round((b - a) * 1e3, 3)] for a, b in zip(times, times[1:], strict=False)]
+        sides[name] = {"gaps": gaps, "arrived": round(arrived - began, 4)}
     return {"long_prompt": long, "sides": sides}
 
 
@@ -320,50 +277,40 @@ def configurations(bench: Bench) -> dict:
     """Ceilings of the machine, and of each configuration its bits, bytes, perplexity and rates (medians)."""
     kernels.set_threads(bench.threads)
     ceilings = {
-        "read GB/s": read_bandwidth() / 1e9,
-        "float32 GFLOP/s": matrix_rate(torch.float32) / 1e9,
-        "int8 GOP/s": matrix_rate(torch.int8) / 1e9,
+        "read GB/s": round(read_bandwidth() / 1e9, 2),
+        "float32 GFLOP/s": round(matrix_rate(torch.float32) / 1e9, 2),
+        "int8 GOP/s": round(matrix_rate(torch.int8) / 1e9, 2),
     }
-    ckpt, found = open_checkpoint(bench.model), {}
-    text = bench.text.read_text(encoding="utf-8")
-    for name in bench.sizes.configurations:
-        flags = CONFIGURATIONS[name]
-        quant, dtype = (name, "float32") if "--quant" in flags else (None, name)
-        weights = bench_size.count_weights(bench.config, ckpt, quant, getattr(torch, dtype))
-        sizes = [
-            "--prompt",
-            str(bench.sizes.prompt),
-            "--gen",
-            str(bench.sizes.gen),
-            "--repeat",
-            str(bench.sizes.repeat),
-        ]
-        rates = bench.run("decode", *flags, *sizes, "--batch", *map(str, bench.sizes.batches), "--num-blocks", "512")
-        llm = bench.llm(quant=quant, dtype=dtype, prefix_cache="none")
-        ids = llm.tokenizer.encode(text)[: bench.tokens - 1]
-        found[name] = {
-            "bits": round(8 * weights.nbytes / weights.parameters, 3),
-            "step_bytes": weights.step_bytes,
-            "layer_parameters": weights.layer_parameters,
-            "head_parameters": bench.config.vocab_size * bench.config.hidden_size,
-            "kv_bytes": block_bytes(*kv_shape(bench.config), llm.kv.data.element_size()) * (16 + bench.sizes.gen // 2),
-            "perplexity": round(bench_quality.perplexity(llm, ids), 4),
-            "prefill_tok_s": statistics.median(rates["prefill_tok_s"]),
-            "decode_tok_s": {b: statistics.median(each) for b, each in rates["decode_tok_s"].items()},
-        }
-    return {"prompt": bench.sizes.prompt, "ceilings": {k: round(v, 2) for k, v in ceilings.items()}, "found": found}
+    found = {name: configuration(bench, name) for name in bench.sizes.configurations}
+    return {"prompt": bench.sizes.prompt, "ceilings": ceilings, "found": found}
 
 
-def kv_shape(config: ModelConfig) -> tuple[int, int, int, int]:
-    """The arguments of block_bytes for one token, but for the bytes of an element."""
-    return config.num_layers, 1, config.num_kv_heads, config.head_dim
+def configuration(bench: Bench, name: str) -> dict:
+    flags, sizes, config = CONFIGURATIONS[name], bench.sizes, bench.config
+    quant, dtype = (name, "float32") if "--quant" in flags else (None, name)
+    weights = bench_size.count_weights(config, open_checkpoint(bench.model), quant, getattr(torch, dtype))
+    words = ["--prompt", sizes.prompt, "--gen", sizes.gen, "--repeat", sizes.repeat, "--batch", *sizes.batches]
+    rates = bench.run("decode", *flags, *words, "--num-blocks", 512)
+    llm = bench.llm(quant=quant, dtype=dtype, prefix_cache="none")
+    ids = llm.tokenizer.encode(bench.text.read_text(encoding="utf-8"))[: bench.tokens - 1]
+    per_token = block_bytes(config.num_layers, 1, config.num_kv_heads, config.head_dim, llm.kv.data.element_size())
+    return {
+        "bits": round(8 * weights.nbytes / weights.parameters, 3),
+        "step_bytes": weights.step_bytes,
+        "layer_parameters": weights.layer_parameters,
+        "head_parameters": config.vocab_size * config.hidden_size,
+        "kv_bytes": per_token * (16 + sizes.gen // 2),
+        "perplexity": round(quality.perplexity(llm, ids), 4),
+        "prefill_tok_s": statistics.median(rates["prefill_tok_s"]),
+        "decode_tok_s": {b: statistics.median(each) for b, each in rates["decode_tok_s"].items()},
+    }
 
 
 def load(bench: Bench) -> dict:
     """{"rates": [...]} of `bench.py serve --rates`."""
     sizes = bench.sizes
-    words = ["--rates", *map(str, sizes.rates), "--requests", str(sizes.load_requests), "--gen", str(sizes.load_gen)]
-    return bench.run("serve", *words, "--quant", "int4", "--compile", "--num-blocks", "2000")
+    words = ["--rates", *sizes.rates, "--requests", sizes.load_requests, "--gen", sizes.load_gen]
+    return bench.run("serve", *words, "--quant", "int4", "--compile", "--num-blocks", 2000)
 
 
 GATHER: dict[str, Callable[[Bench], dict]] = {

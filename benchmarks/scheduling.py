@@ -1,40 +1,57 @@
-"""What scheduling and paging buy: the same engine twice, with one argument of the scheduler flipped.
+"""What scheduling, paging and sharing buy: the same engine twice, with one argument of the scheduler flipped.
 
 Problem. A paper's "up to 6x" was measured on another machine, model and workload. It does not say whether the idea
 works here.
 
-Idea. One workload through two schedulers that differ in one argument, over one model (lab.py). What is counted is
-the proof, what the clock says is what it is worth here:
+Idea. One workload through two schedulers that differ in one argument, over one model (lab.py). Counted work is the
+proof, the clock says what it is worth here:
 
-    kv-memory          slabs for the longest answer | pages           share of the memory held that has a token in it
-    batching           static | continuous                            steps for the same tokens
-    selective-batching padded to a rectangle | one flat run           rows computed
-    chunked-prefill    whole prompts | a token budget                 the largest step that others wait for
-    preemption         recompute | swap                               tokens computed twice
+    kv-memory           slabs for the longest answer | pages          share of the memory held that has a token in it
+    batching            static | continuous                           steps for the same tokens
+    selective-batching  padded to a rectangle | one flat run          rows computed
+    chunked-prefill     unsplit prompts | a token budget              the largest step that others wait for
+    preemption          recompute | swap                              tokens computed twice
+    fork                four requests | one of n=4                    blocks held, tokens computed
+    lpm                 first come | longest prefix first             prompt tokens matched in the cache
+    prefix-cache        none | hash | radix, on four workloads        prompt tokens matched in the cache, and TTFT
 
-Lengths are lognormal with sigma 1, about the spread of chat traces; token ids are random, which costs the model what
-text would. `kv-memory` only counts, so it drives the scheduler without a model.
-
-Sources: the paper of each idea stands beside its claim. Left out: what requests share (sharing.py), switches of
-the model (benchmarks/speed.py), guesses and structure (benchmarks/guessing.py).
+Token ids are random, which costs the model what text would. `kv-memory` and `lpm` only count, without a model.
+Sources: beside each claim in papers.json. Left out: beams, which share as forks do.
 """
 
 from __future__ import annotations
 
+import random
 import time
+from collections.abc import Callable
 
 from benchmarks import simulate
-from benchmarks.lab import Claim, Found, Lab, Run, answer_of, median, middle, ratio, run_all, tokens_of
+from benchmarks.lab import (
+    Lab,
+    Run,
+    Sizes,
+    answer_of,
+    chat_trace,
+    counting_scheduler,
+    drive,
+    gaps_while_a_prompt_arrives,
+    lognormal_lengths,
+    median,
+    middle,
+    ratio,
+    run_all,
+    tokens_of,
+)
+from scheduler import Sequence
+
+Result = tuple[dict[str, dict], str, str]  # sides, a sentence with what was measured, the most it could give here
 
 
-def kv_memory(lab: Lab) -> Found:
+def kv_memory(lab: Lab) -> Result:
     """A chat trace through the real scheduler and pool: which share of the KV slots held has a token in it?"""
 
-    def side(reserve: str, block_size: int) -> Run:
-        flags = f"--simulate --requests {lab.sizes.trace_requests} --rate 1000 --seed {lab.seed} --prefixes 0 --turns 1"
-        flags += " --prompt-mean 161 --output-mean 338 --length-spread 1 --max-tokens 1024 --max-model-len 2048"
-        flags += f" --num-blocks {16384 // block_size + 1} --block-size {block_size} --max-num-seqs 256"
-        simulation = simulate.Simulation(simulate.parse(f"{flags} --prefix-cache none --reserve {reserve}".split()))
+    def side(pool: tuple[str, int]) -> Run:
+        simulation = simulate.Simulation(chat_trace(lab.sizes.trace_requests, *pool, lab.seed))
         simulation.run()
         report = simulation.report()
         return Run(
@@ -47,17 +64,11 @@ def kv_memory(lab: Lab) -> Found:
             }
         )
 
-    size = lab.block_size
-    sides = lab.alternate(
-        {
-            "contiguous": lambda: side("contiguous", size),
-            "paged": lambda: side("paged", size),
-            "paged, one token a block": lambda: side("paged", 1),
-        }
-    )
+    pools = {"contiguous": ("contiguous", lab.block_size), "paged": ("paged", lab.block_size)}
+    sides = lab.alternate(side, pools | {"paged, one token a block": ("paged", 1)})
     slab, pages, ideal = (side["counted"] for side in sides.values())
     share = "held slots with a token"
-    return Found(
+    return (
         sides,
         f"{slab[share]:.0%} of a contiguous reservation holds tokens, {pages[share]:.1%} of pages; the same trace "
         f"takes {slab['steps'] / pages['steps']:.1f}x fewer steps with pages",
@@ -65,10 +76,10 @@ def kv_memory(lab: Lab) -> Found:
     )
 
 
-def batching(lab: Lab) -> Found:
-    """More requests than seats, with answers of very different length."""
+def batching(lab: Lab) -> Result:
+    """More requests than batch slots, with answers of very different length."""
     sizes = lab.sizes
-    lengths = lab.lengths(sizes.batch_requests, sizes.answer_mean, 8 * sizes.answer_mean)
+    lengths = lognormal_lengths(sizes.batch_requests, sizes.answer_mean, 8 * sizes.answer_mean, lab.seed)
 
     def side(kind: str) -> Run:
         scheduler, draw = lab.scheduler(batching=kind, max_num_seqs=sizes.seats), lab.drawn()
@@ -77,20 +88,20 @@ def batching(lab: Lab) -> Found:
         counted = scheduler.work | {"tokens a step": round(sum(scheduler.step_tokens) / len(scheduler.step_tokens), 2)}
         return Run(counted, {"output tok/s": sum(lengths) / seconds}, tokens_of(requests))
 
-    sides = lab.alternate({name: lambda name=name: side(name) for name in ("static", "continuous")})
+    sides = lab.alternate(side, ["static", "continuous"])
     a, b = sides["continuous"], sides["static"]
     full = -(-sum(lengths) // sizes.seats)
-    return Found(
+    return (
         sides,
         f"{ratio(a, b, 'output tok/s')} the throughput, from {b['counted']['steps'] / a['counted']['steps']:.2f}x "
         "fewer steps over the same tokens",
-        f"every seat taken in every step: {b['counted']['steps'] / full:.2f}x fewer steps",
+        f"every batch slot taken in every step: {b['counted']['steps'] / full:.2f}x fewer steps",
     )
 
 
-def selective_batching(lab: Lab) -> Found:
+def selective_batching(lab: Lab) -> Result:
     """Prompts of very different length together: side by side in one flat run, or padded to the longest."""
-    lengths = lab.lengths(lab.sizes.seats, lab.sizes.unshared / 4, lab.sizes.unshared)
+    lengths = lognormal_lengths(lab.sizes.seats, lab.sizes.unshared / 4, lab.sizes.unshared, lab.seed)
 
     def side(padded: bool) -> Run:
         scheduler, draw = lab.scheduler(max_num_batched_tokens=lab.llm.max_model_len), lab.drawn()
@@ -99,81 +110,63 @@ def selective_batching(lab: Lab) -> Found:
         seconds = run_all(lab.llm, requests)
         return Run(scheduler.work, {"prompt tok/s": sum(lengths) / seconds})
 
-    sides = lab.alternate({"rectangle": lambda: side(True), "flat run": lambda: side(False)})
-    a, b = sides["rectangle"]["counted"], sides["flat run"]["counted"]
-    return Found(
+    sides = lab.alternate(side, {"rectangle": True, "flat run": False})
+    a, b = (side["counted"]["tokens computed"] for side in sides.values())
+    return (
         sides,
         f"{ratio(sides['flat run'], sides['rectangle'], 'prompt tok/s')} the prompt tokens a second, from "
-        f"{a['tokens computed'] / b['tokens computed']:.2f}x fewer rows: {b['tokens computed']:,} of "
-        f"{a['tokens computed']:,} are nobody's padding",
-        f"no padding is left: {a['tokens computed'] / sum(lengths):.2f}x fewer rows",
+        f"{a / b:.2f}x fewer rows: {b:,} of {a:,} are no padding",
+        f"no padding is left: {a / sum(lengths):.2f}x fewer rows",
     )
 
 
-def chunked_prefill(lab: Lab) -> Found:
+def chunked_prefill(lab: Lab) -> Result:
     """Four requests are decoding when a long prompt arrives: how long do they wait for their next token?"""
-    long, runners = lab.sizes.long_prompt, 4
-    shares = min(lab.sizes.budgets) - runners  # tokens of the prompt in the smallest chunk
-    lasting = 16 + -(-long // shares)
+    long, runners, smallest = lab.sizes.long_prompt, 4, min(lab.sizes.budgets)
+    lasting = 16 + -(-long // (smallest - runners))
 
     def side(budget: int | None) -> Run:
-        most = budget or lab.llm.max_model_len
-        scheduler, draw = lab.scheduler(chunked=bool(budget), max_num_batched_tokens=most), lab.drawn()
-        requests = [lab.llm.add(draw(8), answer_of(lasting)) for _ in range(runners)]
-        gaps, meanwhile = [], []  # ms between two tokens: always, and while the long prompt waits for its first
-        while lab.llm.engine.has_work:
-            arriving = len(requests) > runners and requests[-1].first_token is None
-            began = time.perf_counter()
-            deltas = lab.llm.engine.step()
-            if any(delta.request is requests[0] for delta in deltas):
-                gaps.append((time.perf_counter() - began) * 1e3)
-                meanwhile += gaps[-1:] * arriving
-            if len(requests) == runners and len(gaps) == 8:
-                requests.append(lab.llm.add(draw(long), answer_of(1)))
-        run_all(lab.llm, requests)  # nothing is left: looks for failures
-        arrived = requests[-1]
+        scheduler = lab.scheduler(chunked=bool(budget), max_num_batched_tokens=budget or lab.llm.max_model_len)
+        times, requests = gaps_while_a_prompt_arrives(lab.llm, long, lasting, runners)
+        late = requests[-1]
+        gaps = [(b, (b - a) * 1e3) for a, b in zip(times, times[1:], strict=False)]
+        # With a chunk of the long prompt in the step: until its first token, which comes just before the watched one's.
+        meanwhile = [ms for end, ms in gaps if end > late.arrival and end - ms / 1e3 < late.first_token]
         counted = {"largest step": max(scheduler.step_tokens), "tokens meanwhile": len(meanwhile) * runners}
-        clock = {"gap ms": median(gaps[1:]), "gap meanwhile ms": median(meanwhile), "gap max ms": max(gaps[1:])}
-        clock["TTFT of the long prompt s"] = arrived.first_token - arrived.arrival
+        every = [ms for _, ms in gaps]
+        clock = {"gap ms": median(every), "gap meanwhile ms": median(meanwhile), "gap max ms": max(every)}
+        clock["TTFT of the long prompt s"] = late.first_token - late.arrival
         return Run(counted | scheduler.work, clock, tokens_of(requests))
 
-    sides = lab.alternate(
-        {"whole": lambda: side(None)} | {f"chunks of {b}": lambda b=b: side(b) for b in lab.sizes.budgets}
-    )
-    whole, small = sides["whole"], sides[f"chunks of {min(lab.sizes.budgets)}"]
-    steps = whole["counted"]["largest step"] / small["counted"]["largest step"]
-    return Found(
+    sides = lab.alternate(side, {"whole": None} | {f"chunks of {b}": b for b in lab.sizes.budgets})
+    unsplit, small = sides["whole"], sides[f"chunks of {smallest}"]
+    steps = unsplit["counted"]["largest step"] / small["counted"]["largest step"]
+    return (
         sides,
-        f"the longest gap falls from {middle(whole, 'gap max ms'):,.0f} to {middle(small, 'gap max ms'):,.0f} ms with "
-        f"chunks of {min(lab.sizes.budgets)}; the long prompt's own TTFT becomes "
-        f"{ratio(small, whole, 'TTFT of the long prompt s')}",
+        f"the longest gap falls from {middle(unsplit, 'gap max ms'):,.0f} to {middle(small, 'gap max ms'):,.0f} ms "
+        f"with chunks of {smallest}; the long prompt's own TTFT becomes "
+        f"{ratio(small, unsplit, 'TTFT of the long prompt s')}",
         f"a gap is as long as its step is large, and the largest is {steps:.0f}x smaller",
     )
 
 
-def preemption(lab: Lab) -> Found:
+def preemption(lab: Lab) -> Result:
     """A pool that holds half of what its requests grow to, without a prefix cache."""
-    sizes, prompt = lab.sizes, 64
+    n, prompt, answer = lab.sizes.preempt_requests, 64, lab.sizes.preempt_answer
 
     def side(kind: str) -> Run:
-        each = -(-(prompt + sizes.preempt_answer) // lab.llm.kv.block_size)
-        scheduler = lab.scheduler(
-            preemption=kind, num_blocks=each * sizes.preempt_requests // 2, max_num_seqs=sizes.preempt_requests
-        )
-        draw = lab.drawn()
-        requests = [lab.llm.add(draw(prompt), answer_of(sizes.preempt_answer)) for _ in range(sizes.preempt_requests)]
+        each = -(-(prompt + answer) // lab.llm.kv.block_size)
+        scheduler, draw = lab.scheduler(preemption=kind, num_blocks=each * n // 2, max_num_seqs=n), lab.drawn()
+        requests = [lab.llm.add(draw(prompt), answer_of(answer)) for _ in range(n)]
         seconds = run_all(lab.llm, requests)
         stats = scheduler.stats()
-        counted = scheduler.work | {
-            key.replace("_", " "): stats[key] for key in ("preemptions", "recomputed_tokens", "swaps")
-        }
-        generated = sizes.preempt_requests * sizes.preempt_answer
-        return Run(counted, {"output tok/s": generated / seconds}, tokens_of(requests))
+        counted = {key.replace("_", " "): stats[key] for key in ("preemptions", "recomputed_tokens", "swaps")}
+        return Run(scheduler.work | counted, {"output tok/s": n * answer / seconds}, tokens_of(requests))
 
-    sides = lab.alternate({name: lambda name=name: side(name) for name in ("recompute", "swap")})
+    sides = lab.alternate(side, ["recompute", "swap"])
     again, swap = sides["recompute"], sides["swap"]
     tokens = again["counted"]["tokens computed"] / swap["counted"]["tokens computed"]
-    return Found(
+    return (
         sides,
         f"swapping gives {ratio(swap, again, 'output tok/s')} the throughput of recomputing, which computes "
         f"{again['counted']['recomputed tokens']} tokens a second time",
@@ -181,57 +174,146 @@ def preemption(lab: Lab) -> Found:
     )
 
 
-CLAIMS = {
-    "kv-memory": Claim(
-        kv_memory,
-        "paged KV, block tables",
-        "contiguous reservation stores tokens in 20-38 % of its memory, pages waste under 4 %; 2-4x throughput",
-        "vLLM (SOSP 2023)",
-        "OPT-13B, one A100, chat traces",
-        "a slab is sized by what a request may ask for (here 1,024 answer tokens, mean 338), so its waste follows that "
-        "limit; a page can only waste the end of its last block.",
-        12,
-        "none: counted without a model",
-    ),
-    "batching": Claim(
-        batching,
-        "continuous batching",
-        "2-10x over static batching, depending on the length spread",
-        "Orca (OSDI 2022)",
-        "GPT-3 13B to 341B, A100s",
-        "two cores are already busy with arithmetic at a few sequences, so an empty seat saves part of its time here; "
-        "on a GPU a step costs nearly the same with empty seats, and the ratio nears that of the steps.",
-        25,
-    ),
-    "selective-batching": Claim(
-        selective_batching,
-        "selective batching",
-        "no padded work",
-        "Orca (OSDI 2022), section 4.2",
-        "GPT-3 13B to 341B, A100s",
-        "rows are all a product sees, so it gains what it no longer computes; attention was never padded, and the "
-        "longer sequences of the rectangle cost it more than their share.",
-        12,
-        "none: padding is a part of the prompt",
-    ),
-    "chunked-prefill": Claim(
-        chunked_prefill,
-        "chunked prefill",
-        "flat inter-token latency while a long prompt arrives",
-        "Sarathi-Serve (OSDI 2024)",
-        "Mistral-7B to Falcon-180B, A100s",
-        "the gap is the time of one step, so it is set by the budget; two cores have no idle arithmetic to hide a "
-        "chunk in, so gaps shrink in proportion and do not become flat.",
-        90,
-    ),
-    "preemption": Claim(
-        preemption,
-        "preemption by recompute or by swap",
-        "recomputing costs about the same as swapping at blocks of 16 to 64 tokens; no ratio claimed",
-        "vLLM (SOSP 2023), sections 4.5 and 7.3",
-        "OPT-13B, one A100",
-        "host and pool are the same memory here, so a swap is a copy of some megabytes, while recomputing takes "
-        "arithmetic, the scarce thing on two cores; a GPU has arithmetic to spare, and its swaps cross a slower bus.",
-        20,
-    ),
+def fork(lab: Lab) -> Result:
+    """Four answers to one long prompt: as one request that forks, or as four that know nothing of each other."""
+    n, answer = 4, 24
+    prompt = lab.sizes.shared + lab.block_size // 2  # ends inside a block, which has to be copied
+
+    def side(forks: bool) -> Run:
+        scheduler, ids = lab.scheduler(), lab.drawn()(prompt)
+        requests = [lab.llm.add(ids, answer_of(answer, n=n if forks else 1)) for _ in range(1 if forks else n)]
+        held, began = 0, time.perf_counter()
+        while lab.llm.engine.has_work:
+            lab.llm.engine.step()
+            held = max(held, scheduler.stats()["live"])
+        seconds = time.perf_counter() - began
+        run_all(lab.llm, requests)  # nothing is left to run: looks for failures
+        counted = {"most blocks held": held, "blocks copied": scheduler.copies} | scheduler.work
+        return Run(counted, {"seconds": seconds}, tokens_of(requests))
+
+    sides = lab.alternate(side, {"four requests": False, "forks": True})
+    apart, forks = sides["four requests"], sides["forks"]
+    a, b = apart["counted"], forks["counted"]
+    return (
+        sides,
+        f"{a['most blocks held']} blocks held by four requests, {b['most blocks held']} by four forks, which copied "
+        f"{b['blocks copied']}: {a['most blocks held'] / b['most blocks held']:.2f}x fewer, and "
+        f"{ratio(apart, forks, 'seconds')} faster, for the prompt is computed once",
+        f"the prompt held once: at most {n * (prompt + answer) / (prompt + n * answer):.2f}x fewer blocks, and "
+        f"{a['tokens computed'] / b['tokens computed']:.2f}x fewer tokens to compute",
+    )
+
+
+def lpm(lab: Lab) -> Result:
+    """Requests over eight long prefixes, arrived in random order; the cache has room for about two of the prefixes."""
+    size, n = lab.block_size, lab.sizes.lpm_requests
+    blocks = 4 * -(-(256 + 32 + 16) // size) + 2 * 256 // size
+
+    def side(policy: str) -> Run:
+        draw, order = lab.drawn(10**6), random.Random(lab.seed)
+        prefixes = [draw(256) for _ in range(8)]
+        scheduler = counting_scheduler(blocks, size, "radix", policy=policy, max_num_seqs=4, max_model_len=512)
+        sequences = [Sequence(order.choice(prefixes) + draw(32), 16) for _ in range(n)]
+        for seq in sequences:
+            scheduler.add(seq)
+        for _ in drive(scheduler, {seq.id: 16 for seq in sequences}):
+            pass
+        stats = scheduler.stats()
+        hits = {
+            "hit rate": round(stats["hit_tokens"] / stats["prompt_tokens"], 3),
+            "cached tokens": stats["hit_tokens"],
+        }
+        return Run(hits | scheduler.work | {"evicted blocks": stats["evicted_blocks"]})
+
+    sides = lab.alternate(side, ["fcfs", "lpm"])
+    a, b = sides["lpm"]["counted"], sides["fcfs"]["counted"]
+    return (
+        sides,
+        f"hit rate {b['hit rate']:.0%} in order of arrival, {a['hit rate']:.0%} longest prefix first: "
+        f"{b['tokens computed'] / a['tokens computed']:.2f}x fewer tokens to compute",
+        f"every prefix computed once: a hit rate of {(n - 8) * 256 / (n * (256 + 32)):.0%}",
+    )
+
+
+# Workloads of the prefix cache: draw(n) makes n new tokens, ask(prompt) returns the answer's tokens.
+
+
+def few_shot(sizes: Sizes, draw: Callable, ask: Callable) -> None:
+    examples = draw(sizes.shared)
+    for _ in range(sizes.questions):
+        ask(examples + draw(24))
+
+
+def multi_turn(sizes: Sizes, draw: Callable, ask: Callable) -> None:
+    for _ in range(sizes.conversations):
+        history: list[int] = []
+        for _ in range(sizes.turns):
+            history = history + draw(sizes.turn)
+            history += ask(history)
+
+
+def tree_of_thought(sizes: Sizes, draw: Callable, ask: Callable) -> None:
+    def expand(path: list[int], depth: int) -> None:
+        for _ in range(sizes.branches):
+            thought = path + draw(16)
+            thought += ask(thought)
+            if depth > 1:
+                expand(thought, depth - 1)
+
+    expand(draw(sizes.shared // 2), sizes.depth)
+
+
+def no_reuse(sizes: Sizes, draw: Callable, ask: Callable) -> None:
+    for _ in range(sizes.questions):
+        ask(draw(sizes.unshared))
+
+
+WORKLOADS = {"few-shot": few_shot, "multi-turn": multi_turn, "tree of thought": tree_of_thought, "no reuse": no_reuse}
+
+
+def prefix_cache(lab: Lab) -> Result:
+    """One client that asks one question after another, so that a TTFT holds no queueing."""
+
+    def side(case: tuple[Callable, str]) -> Run:
+        workload, cache = case
+        scheduler, requests, seconds = lab.scheduler(prefix_cache=cache), [], []
+
+        def ask(prompt: list[int]) -> list[int]:
+            requests.append(lab.llm.add(prompt, answer_of(8)))
+            seconds.append(run_all(lab.llm, requests[-1:]))
+            return list(requests[-1].answers[0].token_ids)
+
+        workload(lab.sizes, lab.drawn(), ask)
+        stats = scheduler.stats()
+        counted = {"prompt tokens": stats["prompt_tokens"], "cached tokens": stats["hit_tokens"]} | scheduler.work
+        counted["before the median TTFT"] = median([len(r.prompt_ids) - r.num_cached_tokens for r in requests])
+        clock = {"TTFT ms": median([r.first_token - r.arrival for r in requests]) * 1e3, "seconds": sum(seconds)}
+        return Run(counted, clock | {"planning %": scheduler.planning / sum(seconds) * 100}, tokens_of(requests))
+
+    sides, measured, floors = {}, [], []
+    for name, workload in WORKLOADS.items():
+        sides |= lab.alternate(side, {f"{name}, {cache}": (workload, cache) for cache in ("none", "hash", "radix")})
+        none, radix = sides[f"{name}, none"], sides[f"{name}, radix"]
+        a, b = none["counted"], radix["counted"]
+        share = b["cached tokens"] / b["prompt tokens"]
+        if workload is no_reuse:
+            cost = middle(radix, "planning %") - middle(none, "planning %")
+            measured.append(f"no reuse {share:.0%} cached, the tree costs {cost:+.2f} % of the time")
+            continue
+        first, total = ratio(none, radix, "TTFT ms"), ratio(none, radix, "seconds")
+        measured.append(f"{name} {share:.0%} cached, TTFT {first} and the whole {total} faster")
+        first, total = (a[key] / b[key] for key in ("before the median TTFT", "tokens computed"))
+        floors.append(f"{name} {first:.1f}x and {total:.1f}x")
+    return sides, "; ".join(measured), f"only what is not cached computed, TTFT and whole: {', '.join(floors)}"
+
+
+EXPERIMENTS = {
+    "kv-memory": kv_memory,
+    "batching": batching,
+    "selective-batching": selective_batching,
+    "chunked-prefill": chunked_prefill,
+    "preemption": preemption,
+    "fork": fork,
+    "lpm": lpm,
+    "prefix-cache": prefix_cache,
 }

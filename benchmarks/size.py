@@ -14,8 +14,9 @@ The idea. Four formulas answer it. Only the two rates need a clock, and they can
     prefill         seconds  >= 2 x parameters of the layers x tokens / operations a second
 
 With --model the tensors are counted from the config. Without it, either the shape is given (--hidden, --intermediate,
---vocab) and counted, or --params, and every weight takes the bits of the scheme; --hidden and --vocab then set the 8-bit
-tables apart. Source: Kwon et al. 2023, section 3. Left out: activations, the rotary table, Python and torch themselves.
+--vocab) and counted, or --params, and every weight takes the bits of the scheme; --hidden and --vocab then say how
+large the 8-bit tables are. Source: Kwon et al. 2023, section 3.
+Left out: activations, the rotary table, Python and torch themselves.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ import pytest
 import tiny
 
 import bench
-from benchmarks import pictures as bench_pictures
 from benchmarks import plot_data as bench_plot_data
 from benchmarks import plots as bench_plots
 from benchmarks.plot_data import Bench, Sizes
@@ -55,12 +54,12 @@ def test_pages_leave_less_unused_than_slabs(data):
         assert 2 < len(bars) <= 24 and all(0 < sum(bar) <= 1.001 for bar in bars)
 
 
-def test_seats_hold_one_request_at_a_time_and_fill_sooner_with_continuous_batching(data):
+def test_batch_slots_hold_one_request_at_a_time_and_fill_sooner_with_continuous_batching(data):
     static, continuous = data["batch-chart"].values()
     for rows in (static, continuous):
         assert sorted(number for *_, number in rows) == list(range(10))
-        for seat in range(4):
-            taken = sorted((start, end) for at, start, end, _ in rows if at == seat)
+        for slot in range(4):
+            taken = sorted((start, end) for at, start, end, _ in rows if at == slot)
             assert all(a[1] <= b[0] for a, b in zip(taken, taken[1:], strict=False))
     lengths = [{number: end - start for _, start, end, number in rows} for rows in (static, continuous)]
     assert lengths[0] == lengths[1]
@@ -116,11 +115,11 @@ def test_a_dot_of_the_roofline_is_operations_over_bytes():
         "decode_tok_s": {"1": 50.0, "8": 100.0}, "prefill_tok_s": 400.0,
     }  # fmt: skip
     ceilings = {"read GB/s": 10.0, "float32 GFLOP/s": 60.0, "int8 GOP/s": 200.0}
-    one, eight, prefill = bench_pictures.dots(found, {"prompt": 512, "ceilings": ceilings})
+    one, eight, prefill = bench_plots.dots(found, {"prompt": 512, "ceilings": ceilings})
     assert one == ("×1", pytest.approx(200 / 110), pytest.approx(10.0), pytest.approx(10 * 200 / 110))
     assert eight == ("×8", pytest.approx(1600 / 180), pytest.approx(20.0), pytest.approx(10 * 1600 / 180))
     assert prefill == ("prefill", pytest.approx(180 * 512 / 100), pytest.approx(72.0), 200.0)
-    (*_, dense) = bench_pictures.dots(found | {"bits": 32.0}, {"prompt": 512, "ceilings": ceilings})
+    (*_, dense) = bench_plots.dots(found | {"bits": 32.0}, {"prompt": 512, "ceilings": ceilings})
     assert dense[3] == 60.0
 
 
@@ -132,7 +131,7 @@ def test_every_picture_is_drawn_and_described(name, data, tmp_path):
     root = ElementTree.fromstring(text)
     assert root.get("role") == "img" and root[0].tag == SVG + "title" and root[0].text == picture.title
     assert root[1].tag == SVG + "desc" and root[1].text == f"{picture.alt} {found}" and found.endswith(".")
-    allowed = {bench_pictures.BLUE, bench_pictures.RED, bench_pictures.GREEN, bench_pictures.GREY, "#ffffff"}
+    allowed = {bench_plots.BLUE, bench_plots.RED, bench_plots.GREEN, bench_plots.GREY, "#ffffff"}
     assert set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", text)) <= allowed  # no black: nothing gets lost on a page
     bench_plots.draw(name, data[picture.data], tmp_path / "b.svg")
     assert (tmp_path / "b.svg").read_text(encoding="utf-8") == text
@@ -146,7 +145,7 @@ def luminance(colour: str) -> float:
 
 @pytest.mark.parametrize("colour", ["BLUE", "RED", "GREEN", "GREY"])
 def test_colours_stand_out_on_paper_and_on_a_dark_page(colour):
-    light = luminance(getattr(bench_pictures, colour)) + 0.05
+    light = luminance(getattr(bench_plots, colour)) + 0.05
     assert 1.05 / light >= 4 and light / (luminance("#0d1117") + 0.05) >= 4
 
 
