@@ -12,6 +12,7 @@
 // in a chunk of 5 or 512 rows, and whether its tiles were computed by one thread in a row or by several at once.
 // The heads of a group share every key and value that is loaded, and in a chunk so do neighbouring rows.
 #pragma once
+#include "arguments.h"
 #include "pool.h"
 #include "simd.h"
 #include <algorithm>
@@ -21,15 +22,6 @@
 constexpr int KEYS = 64;   // positions of a tile
 constexpr int WIDE = LANES == 16 ? 4 : 2;  // vectors of values beside 6 rows of sums: what the registers hold
 constexpr int BLOCK_ROWS = 16;  // query tokens that share a pass over the keys
-
-struct Attention {
-    const float* q;  // [rows, heads, head_dim]
-    const void *k_cache, *v_cache;  // [num_blocks, kv_heads, block_size, head_dim]
-    const int32_t *block_tables, *query_start, *context_lens;  // [S, max_blocks], [S + 1], [S]
-    float* out;
-    int64_t rows, sequences, max_blocks, heads, kv_heads, num_blocks, block_size, head_dim, window;
-    float scale;
-};
 
 // Null, or what would make the kernel read outside its arguments.
 inline const char* wrong(const Attention& p) {

@@ -8,8 +8,7 @@ kept in the user's cache under a name that hashes everything the result depends 
 
     kernels-<hash of sources, flags, compiler version, processor>.so
 
-A change of any of them builds anew, nothing else ever does. The file is renamed into place when it is complete, so two
-processes that build at once both find a whole library.
+It is renamed into place when it is complete, so two processes that build at once both load a complete library.
 
 Left out: Windows, and compilers that do not understand g++'s options.
 """
@@ -30,9 +29,7 @@ from pathlib import Path
 
 import torch
 
-SOURCES = (
-    "kernels.cpp", "attention.h", "linear.h", "pool.h", "sampling.h", "simd.h",
-)  # fmt: skip
+SOURCES = [Path(__file__).with_name(f) for f in "kernels.cpp attention.h linear.h pool.h sampling.h simd.h".split()]
 FLAGS = ("-O3", "-std=c++17", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
 
 
@@ -47,21 +44,21 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vitrine"
 
 
-def build(extra_flags: tuple[str, ...] = ()) -> Path:
-    """The shared library for this machine, built if the cache has none; raises BuildError without a compiler."""
-    wanted = os.environ.get("CXX", "").strip()  # as make takes it: a compiler, perhaps with flags, or behind a cache
-    commands = [shlex.split(wanted)] if wanted else [["g++"], ["c++"], ["clang++"]]
+def build(arguments: str, extra_flags: tuple[str, ...] = ()) -> Path:
+    """The shared library for this machine, built if the cache has none; raises BuildError without a compiler.
+
+    `arguments` is the header with the structs of the operations (native/operation.py).
+    """
+    cxx = os.environ.get("CXX", "").strip()  # as make takes it: a compiler, perhaps with flags, or behind a cache
+    commands = [shlex.split(cxx)] if cxx else [["g++"], ["c++"], ["clang++"]]
     compiler = next(([path, *flags] for name, *flags in commands if (path := shutil.which(name))), None)
     if compiler is None:
-        raise BuildError(f"no C++ compiler ({wanted or 'g++, c++, clang++'}) on the path: install one, or set CXX")
-    sources = [Path(__file__).with_name(name) for name in SOURCES]
-    flags = (*FLAGS, *extra_flags)
+        raise BuildError(f"no C++ compiler ({cxx or 'g++, c++, clang++'}) on the path: install one, or set CXX")
+    flags = (*compiler[1:], *FLAGS, *extra_flags)
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
-    key = hashlib.sha256("\0".join([version, *compiler[1:], *flags, _processor()]).encode())
-    for source in sources:
-        key.update(source.read_bytes())
-    library = cache_dir() / f"kernels-{key.hexdigest()[:24]}.so"
-    command = [*compiler, *flags, str(sources[0])]
+    parts = [version, *flags, _processor(), arguments, *(source.read_text("utf-8") for source in SOURCES)]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    library = cache_dir() / f"kernels-{key[:24]}.so"
     try:
         if library.exists():
             return library
@@ -71,18 +68,19 @@ def build(extra_flags: tuple[str, ...] = ()) -> Path:
         print(f"kernels: {error}: built for this run only; set VITRINE_CACHE to a folder to keep them", file=sys.stderr)
         folder = tempfile.TemporaryDirectory()
         atexit.register(folder.cleanup)
-        return _compile(command, Path(folder.name) / "kernels.so")
+        return _compile([compiler[0], *flags], arguments, Path(folder.name))
     with folder:
-        built = _compile(command, Path(folder.name) / "kernels.so")
-        os.replace(built, library)  # when it is complete: never half a library
+        os.replace(_compile([compiler[0], *flags], arguments, Path(folder.name)), library)
     return library
 
 
-def _compile(command: list[str], target: Path) -> Path:
-    result = subprocess.run([*command, "-o", str(target)], capture_output=True, text=True)
+def _compile(command: list[str], arguments: str, folder: Path) -> Path:
+    (folder / "arguments.h").write_text(arguments)
+    command += ["-I", str(folder), str(SOURCES[0]), "-o", str(folder / "kernels.so")]
+    result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         raise BuildError(f"{shlex.join(command)} failed:\n{result.stderr[-2000:]}")
-    return target
+    return folder / "kernels.so"
 
 
 def _processor() -> str:  # what -march=native looks at
@@ -90,8 +88,7 @@ def _processor() -> str:  # what -march=native looks at
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.machine() + platform.processor()
-    wanted = ("flags", "Features", "model name")
-    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+    return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
 
 
 class Library:
@@ -113,16 +110,14 @@ library: Library | None = None
 threads = torch.get_num_threads()
 
 
-def load(path: Path | None = None) -> str:
-    """Load a build (this machine's own by default) and return its instruction set."""
+def load(path: Path) -> None:
+    """Have the operations run in the library at `path` from now on."""
     global library
-    if library is None or path is not None:
-        try:
-            library = Library(path or build())
-        except OSError as error:
-            raise BuildError(f"the built kernels cannot be loaded: {error}") from error
-        library.set_threads(threads)
-    return library.isa
+    try:
+        library = Library(path)
+    except OSError as error:
+        raise BuildError(f"the built kernels cannot be loaded: {error}") from error
+    library.set_threads(threads)
 
 
 def set_threads(n: int) -> None:

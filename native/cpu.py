@@ -1,10 +1,9 @@
-"""The operations of kernels.py for the C++ kernels: the checks, the pointers and the sizes.
+"""The operations of kernels.py for the C++ kernels: the arguments as one struct each, and the checks before them.
 
-Every function here has the name and signature of its reference in kernels.py and hands its arguments to kernels.cpp as
-one run of words (native/tape.py draws it). Nothing is computed here. What it must do is refuse, before memory is
-touched, whatever would make C++ read or write past the end of a tensor:
+Every function here has the name and signature of its reference in kernels.py. It computes nothing. What it must do is
+refuse, before memory is touched, whatever would make C++ read or write past the end of a tensor:
 
-    torch tensors ──► shapes agree? types known? contiguous float32? ──► | op | n | pointers | sizes | ──► C++
+    torch tensors ──► shapes agree? types known? contiguous float32? ──► struct (native/operation.py) ──► kernels.cpp
 
 Activations in other types are converted on the way in and back on the way out; the caches are read in their own type.
 """
@@ -16,30 +15,85 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from native import build
+from native.operation import Operation, empty, header, ready
 from native.packing import TILE, padded
-from native.tape import ATTENTION, DRAW, EMBEDDING, LINEAR, RMS_NORM, ROPE, SILU_MUL, call, empty, ready
 
 CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
+RMS_NORM = Operation("RmsNorm", "const float *x, *weight; float* y; int64_t rows, n; float eps;")
+SILU_MUL = Operation("SiluMul", "const float* x; float* y; int64_t rows, n;")  # x is [rows, 2 * n]
+ROPE = Operation("Rope", """
+    int64_t cache_type;  // 0 float32, 1 bfloat16, 2 float16
+    const float* qkv;  // [rows, (heads + 2 * kv_heads) * head_dim]
+    const int64_t* positions;
+    const float* cos_sin;  // [max_positions, head_dim]
+    void *k_cache, *v_cache;  // [num_blocks, kv_heads, block_size, head_dim]
+    const int64_t* slots;
+    const float *q_norm, *k_norm;  // [head_dim] or null
+    float* q;  // [rows, heads, head_dim]
+    int64_t rows, heads, kv_heads, num_blocks, block_size, head_dim, max_positions;
+    float eps;
+""")  # fmt: skip
+ATTENTION = Operation("Attention", """
+    int64_t cache_type;
+    const float* q;  // [rows, heads, head_dim]
+    const void *k_cache, *v_cache;  // [num_blocks, kv_heads, block_size, head_dim]
+    const int32_t *block_tables, *query_start, *context_lens;  // [S, max_blocks], [S + 1], [S]
+    float* out;  // [rows, heads, head_dim]
+    int64_t rows, sequences, max_blocks, heads, kv_heads, num_blocks, block_size, head_dim, window;
+    float scale;
+""")  # fmt: skip
+LINEAR = Operation("Linear", """
+    int64_t bits;
+    const float* x;  // [rows, k]
+    const uint8_t* w;  // [tiles, tile_bytes]
+    const float *bias, *norm, *residual;  // [n], [k], [rows, n or n / 2], each of them or null
+    float* y;  // [rows, n or n / 2]
+    int64_t rows, k, n, group_size;  // group_size 0: one float scale per channel
+    bool silu_gate, float_activation;
+    float eps;
+""")  # fmt: skip
+EMBEDDING = Operation("Embedding", """
+    int64_t bits;
+    const int64_t* ids;  // [count]
+    const uint8_t* table;  // [tiles, tile_bytes]
+    float* y;  // [count, k]
+    int64_t count, k, group_size, tile_bytes, tiles;
+""")  # fmt: skip
+GATHER = Operation("Gather", """
+    const int64_t* rows;  // [count], or null for 0, 1, 2 ...
+    const char* x;
+    char* y;
+    int64_t count, limit, bytes;  // rows to copy, rows of x, bytes of a row
+""")  # fmt: skip
+DRAW = Operation("Draw", """
+    const float* x;  // [limit, n]
+    const int64_t* rows;  // [count]
+    const void* drawings;  // [count, 6] doubles: Drawing of sampling.h
+    int64_t* tokens;  // [count]
+    int64_t count, limit, n;
+""")  # fmt: skip
 
-def _pointer(t: Tensor | None) -> int:
-    return 0 if t is None else t.data_ptr()
+
+def load(extra_flags: tuple[str, ...] = ()) -> str:
+    """Build the kernels if the cache has none, load them, and return their instruction set."""
+    if build.library is None or extra_flags:
+        build.load(build.build(header(), extra_flags))
+    return build.library.isa
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide, weight = ready(x), ready(weight)
-    out = empty(wide.shape)
-    n = weight.shape[0]
-    rows = wide.numel() // n
-    call(RMS_NORM, "5qd", wide.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, n, eps)
+    out, n = empty(wide.shape), weight.shape[0]
+    RMS_NORM(x=wide, weight=weight, y=out, rows=wide.numel() // n, n=n, eps=eps)
     return out.to(x.dtype)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    wide = ready(gate_up)
-    n = wide.shape[-1] // 2
+    wide, n = ready(gate_up), gate_up.shape[-1] // 2
     out = empty((*wide.shape[:-1], n))
-    call(SILU_MUL, "4q", wide.data_ptr(), out.data_ptr(), out.numel() // max(n, 1), n)
+    SILU_MUL(x=wide, y=out, rows=out.numel() // max(n, 1), n=n)
     return out.to(gate_up.dtype)
 
 
@@ -47,9 +101,7 @@ def rope_write_kv(
     qkv, positions, cos_sin, k_cache, v_cache, slot_mapping, num_heads, q_norm=None, k_norm=None, eps=0.0
 ) -> Tensor:
     num_blocks, kv_heads, block_size, head_dim = k_cache.shape
-    wide, positions, slots = ready(qkv), ready(positions, torch.int64), ready(slot_mapping, torch.int64)
-    cos_sin = ready(cos_sin)
-    q_norm, k_norm = (None if w is None else ready(w) for w in (q_norm, k_norm))
+    wide, cos_sin = ready(qkv), ready(cos_sin)
     rows, width = wide.shape
     if width != (num_heads + 2 * kv_heads) * head_dim or cos_sin.shape[1] != head_dim:
         raise ValueError(
@@ -57,31 +109,28 @@ def rope_write_kv(
             f"heads of {head_dim} need {(num_heads + 2 * kv_heads) * head_dim} and {head_dim}"
         )
     q = empty((rows, num_heads, head_dim))
-    call(
-        ROPE,
-        "17qd",
-        _cache_type(k_cache, v_cache),
-        *(_pointer(t) for t in (wide, positions, cos_sin, k_cache, v_cache, slots, q_norm, k_norm, q)),
-        *(rows, num_heads, kv_heads, num_blocks, block_size, head_dim, cos_sin.shape[0], eps),
-    )
+    ROPE(
+        cache_type=_cache_type(k_cache, v_cache), qkv=wide, positions=ready(positions, torch.int64), cos_sin=cos_sin,
+        k_cache=k_cache, v_cache=v_cache, slots=ready(slot_mapping, torch.int64), q_norm=ready(q_norm),
+        k_norm=ready(k_norm), q=q, rows=rows, heads=num_heads, kv_heads=kv_heads, num_blocks=num_blocks,
+        block_size=block_size, head_dim=head_dim, max_positions=cos_sin.shape[0], eps=eps,
+    )  # fmt: skip
     return q.to(qkv.dtype)
 
 
 def paged_attention(q, k_cache, v_cache, block_tables, query_start, context_lens, scale, window=0) -> Tensor:
     num_blocks, kv_heads, block_size, head_dim = k_cache.shape
-    wide = ready(q)
-    tables, starts, lens = (ready(t, torch.int32) for t in (block_tables, query_start, context_lens))
+    wide, tables = ready(q), ready(block_tables, torch.int32)
     rows, heads, dim = wide.shape
     if dim != head_dim or heads % kv_heads:
         raise ValueError(f"q has {heads} heads of {dim}, the cache {kv_heads} heads of {head_dim}: they do not fit")
     out = empty(wide.shape)
-    call(
-        ATTENTION,
-        "17qd",
-        _cache_type(k_cache, v_cache),
-        *(t.data_ptr() for t in (wide, k_cache, v_cache, tables, starts, lens, out)),
-        *(rows, lens.shape[0], tables.shape[1], heads, kv_heads, num_blocks, block_size, head_dim, window, scale),
-    )
+    ATTENTION(
+        cache_type=_cache_type(k_cache, v_cache), q=wide, k_cache=k_cache, v_cache=v_cache, block_tables=tables,
+        query_start=ready(query_start, torch.int32), context_lens=ready(context_lens, torch.int32), out=out, rows=rows,
+        sequences=len(context_lens), max_blocks=tables.shape[1], heads=heads, kv_heads=kv_heads, num_blocks=num_blocks,
+        block_size=block_size, head_dim=head_dim, window=window, scale=scale,
+    )  # fmt: skip
     return out.to(q.dtype)
 
 
@@ -113,24 +162,16 @@ def _linear(
         )
     if activation not in ("int8", "float"):
         raise ValueError(f"activation {activation!r} is unknown: choose int8 or float")
-    shape = (*x.shape[:-1], width)
-    for name, given, wanted in (
-        ("bias", bias, (out_features,)),
-        ("norm_weight", norm_weight, (k,)),
-        ("residual", residual, shape),
-    ):
-        if given is not None and given.shape != wanted:
-            raise ValueError(f"{name} has shape {tuple(given.shape)}, this product needs {wanted}")
-    wide = ready(x)
-    bias, norm_weight, residual = (None if t is None else ready(t) for t in (bias, norm_weight, residual))
-    out = empty(shape)
-    call(
-        LINEAR,
-        "13qd",
-        bits,
-        *(_pointer(t) for t in (wide, packed, bias, norm_weight, residual, out)),
-        *(out.numel() // max(width, 1), k, out_features, group_size, silu_gate, activation == "float", eps),
-    )
+    shapes = {"bias": (out_features,), "norm_weight": (k,), "residual": (*x.shape[:-1], width)}
+    for (name, shape), t in zip(shapes.items(), (bias, norm_weight, residual), strict=True):
+        if t is not None and t.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(t.shape)}, this product needs {shape}")
+    out = empty(shapes["residual"])
+    LINEAR(
+        bits=bits, x=ready(x), w=packed, bias=ready(bias), norm=ready(norm_weight), residual=ready(residual), y=out,
+        rows=out.numel() // max(width, 1), k=k, n=out_features, group_size=group_size, silu_gate=silu_gate,
+        float_activation=activation == "float", eps=eps,
+    )  # fmt: skip
     return out.to(x.dtype)
 
 
@@ -143,14 +184,24 @@ def _embedding(bits: int, ids: Tensor, packed: Tensor, in_features: int, group_s
         raise ValueError(
             f"packed int{bits} table {tuple(packed.shape)} has no rows of {in_features} in groups of {group_size}"
         )
-    ids = ready(ids, torch.int64)
     out = empty((*ids.shape, in_features))
-    sizes = (ids.numel(), in_features, group_size, tile_bytes, tiles)
-    call(EMBEDDING, "9q", bits, ids.data_ptr(), packed.data_ptr(), out.data_ptr(), *sizes)
+    EMBEDDING(
+        bits=bits, ids=ready(ids, torch.int64), table=packed, y=out, count=ids.numel(), k=in_features,
+        group_size=group_size, tile_bytes=tile_bytes, tiles=tiles,
+    )  # fmt: skip
     return out
 
 
 int4_embedding, int8_embedding = partial(_embedding, 4), partial(_embedding, 8)
+
+
+def gather(source: Tensor, rows: Tensor | None, out: Tensor) -> Tensor:
+    """out[i] = source[rows[i]], or source[i] without rows; of any dtype."""
+    ready(out, out.dtype)
+    source, rows = ready(source, out.dtype), ready(rows, torch.int64)
+    count, limit = (out.shape[0], source.shape[0]) if rows is not None else (1, 1)
+    GATHER(rows=rows, x=source, y=out, count=count, limit=limit, bytes=out.nbytes // max(count, 1))
+    return out
 
 
 def draw(logits: Tensor, rows: list[int], drawings: list[tuple[float, ...]]) -> list[int]:
@@ -164,5 +215,5 @@ def draw(logits: Tensor, rows: list[int], drawings: list[tuple[float, ...]]) -> 
     if numbers.shape != (count, 6):
         raise ValueError(f"{count} rows to draw from and drawings of shape {tuple(numbers.shape)}: six numbers each")
     tokens = torch.empty(count, dtype=torch.int64)
-    call(DRAW, "7q", *(t.data_ptr() for t in (wide, row_ids, numbers, tokens)), count, *wide.shape)
+    DRAW(x=wide, rows=row_ids, drawings=numbers, tokens=tokens, count=count, limit=wide.shape[0], n=wide.shape[1])
     return tokens.tolist()

@@ -15,6 +15,7 @@
 // The activations of a call are prepared once, before the product: normalised if asked, rounded to 8 bits per group of
 // 32 with a float scale (or kept in float), and summed per group for the minima.
 #pragma once
+#include "arguments.h"
 #include "pool.h"
 #include "simd.h"
 #include <algorithm>
@@ -23,19 +24,10 @@
 constexpr int TILE = 16, GROUP = 32, STEP = 4 * TILE;  // channels, inputs, bytes of one 4-input step of a tile
 constexpr int HALVES = TILE / LANES;                   // vectors across the channels of a tile
 
-struct Linear {
-    const float* x;       // [rows, k]
-    const uint8_t* w;     // [tiles, tile_bytes]
-    const float* bias;    // [n] or null
-    const float* norm;    // [k] or null
-    const float* residual;  // [rows, n or n / 2] or null
-    float* y;             // [rows, n or n / 2]
-    int64_t rows, k, n, group_size;  // group_size 0: one float scale per channel
-    float eps;
-    bool silu_gate, float_activation;
-    int64_t groups() const { return padded() / GROUP; }
-    int64_t padded() const { int64_t s = group_size ? group_size : GROUP; return (k + s - 1) / s * s; }
-};
+inline int64_t padded(const Linear& p) {
+    const int64_t step = p.group_size ? p.group_size : GROUP;
+    return (p.k + step - 1) / step * step;
+}
 
 // The prepared activations, one entry per row and group.
 struct Activations {
@@ -265,7 +257,7 @@ void finish_tile(const Linear& p, const Activations& a, int64_t tile_bytes, int6
 }
 
 template <class W, bool FLOATS> void linear_tiles(Pool& pool, const Linear& p, const Activations& a) {
-    const int64_t tile_bytes = a.groups * W::BYTES + (p.group_size ? p.padded() / p.group_size : 1) * W::PARAMS;
+    const int64_t tile_bytes = a.groups * W::BYTES + (p.group_size ? padded(p) / p.group_size : 1) * W::PARAMS;
     const int64_t width = p.silu_gate ? p.n / 2 : p.n, tiles = (width + TILE - 1) / TILE;
     const int64_t run = std::max<int64_t>(1, tiles / (pool.threads() * 16)), runs = (tiles + run - 1) / run;
     const int64_t block = std::max<int64_t>(6, (24 << 10) / a.padded / 6 * 6);  // rows whose codes stay in L1
@@ -285,7 +277,7 @@ template <class W, bool FLOATS> void linear_tiles(Pool& pool, const Linear& p, c
 template <class W> void linear(Pool& pool, Linear p) {
     static Activations a;  // calls are serialised (kernels.cpp), so one set of buffers serves them all
     static std::vector<float> gate_up;
-    a.reserve(p.rows, p.padded(), p.float_activation);
+    a.reserve(p.rows, padded(p), p.float_activation);
     if (p.rows < 4) for (int64_t r = 0; r < p.rows; r++) prepare_row(p, a, r);
     else pool.parallel_for(p.rows, [&](int64_t r) { prepare_row(p, a, r); });
     const bool split = p.silu_gate && p.n / 2 % TILE;  // gate and up share a tile: gate in a pass of its own
