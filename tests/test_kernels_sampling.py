@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import SEEDS, drawn
-from sampling_rows import normal, shaped, state, tokens
+from sampling_rows import normal, shaped, state
 
 import kernels
 from native import cpu as kernels_native
-from sampling import probabilities, sample
+from sampling import probabilities
 
 NEAR = 1e-6
 SAMPLES = torch.linspace(0, 1, 258, dtype=torch.float64)[1:-1].tolist()
@@ -81,42 +81,6 @@ def test_blocks_are_passed_over_only_where_nothing_in_them_counts():
     row = torch.full((1500,), -50.0)
     row[0], row[1], row[600] = 0.0, math.log(1.2 / 1024), math.log(1.4 / 1024)  # the last one alone in its block
     assert set(drawn_at(row, [0.0, 1 - 2**-53], top_k=2)) == {0, 600}
-
-
-MIXED = [
-    {},
-    {"top_p": 0.9},
-    {"temperature": 0},
-    {"top_k": 5, "temperature": 2},
-    {"min_p": 0.1},
-    {"logit_bias": {3: 2.0}},
-]
-
-
-@given(st.lists(st.integers(0, len(MIXED) - 1), min_size=1, max_size=9), st.sampled_from([1, 2]))
-def test_a_draw_is_bit_identical_in_any_batch(members, threads):
-    kernels.set_threads(threads)
-    rows, states = normal(len(MIXED), 1500), [state([1], seed=i, **fields) for i, fields in enumerate(MIXED)]
-    alone = [sample(rows[i : i + 1], [states[i]])[0] for i in members]
-    assert alone == sample(rows, [states[i] for i in members], rows=members)
-
-
-@pytest.mark.parametrize("fields", [{}, {"top_p": 0.8, "temperature": 1.3}, {"top_k": 4}])
-def test_draws_have_the_distribution(fields):
-    """Chi-square over a small vocabulary, 9 degrees of freedom at most: 27.9 is exceeded once in a thousand."""
-    row, draws = normal(1, 10, seed=5, spread=1.0), 4000
-    drawn_tokens = tokens(sample(row, [state(seed=seed, **fields) for seed in range(draws)], rows=[0] * draws))
-    p = probabilities(row[0], state(**fields))
-    counts = torch.bincount(torch.tensor(drawn_tokens), minlength=10)
-    assert counts[p == 0].sum() == 0
-    expected = p[p > 0] * draws
-    assert float(((counts[p > 0] - expected) ** 2 / expected).sum()) < 27.9
-
-
-def test_a_number_that_no_float_holds_asks_for_every_token():
-    rows = normal(2, 40)
-    states = [state(seed=1), state(seed=1, top_k=10**400)]
-    assert sample(rows[:1].repeat(2, 1), states) == [sample(rows[:1], states[:1])[0]] * 2
 
 
 def test_a_wrong_draw_touches_no_memory_it_does_not_own():
