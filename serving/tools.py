@@ -156,7 +156,8 @@ def forced_schema(tools: list[dict], name: str | None) -> dict:
     for i, tool in enumerate(tools):
         arguments = moved(_parameters(tool), f"#/anyOf/{i}/properties/arguments")
         properties = {"name": {"const": tool["function"]["name"]}, "arguments": arguments}
-        calls.append({"type": "object", "properties": properties, "required": ["name", "arguments"]})
+        call = {"type": "object", "properties": properties, "required": list(properties)}
+        calls.append(call | {"additionalProperties": False})
     return {"anyOf": calls}
 
 
