@@ -42,7 +42,7 @@ class Node:
         self.last_used = 0
         self.number = number  # unique: breaks ties in the eviction queue
         self.queued = False  # whether the eviction queue holds an entry for it
-        self.key = key  # of a root its namespace, else what it is found by
+        self.key = key  # of a root its namespace, else the key among its siblings (HashCache: in the table)
 
 
 class Match(NamedTuple):
@@ -72,11 +72,10 @@ class RadixCache:
         self._queue: list[tuple[int, int, Node]] = []  # heap of (last_used, number, leaf); at most one entry per node
         self._clock, self._numbers = count(1), count(1)
 
-    # ---- finding
-
     def match(self, tokens: list[int], namespace: Hashable = None, limit: int | None = None) -> Match:
         """The longest cached prefix of tokens[:limit], in whole blocks. Splits a run so that it ends at a node."""
-        node, now, blocks = self._root(namespace), next(self._clock), []
+        root = self.roots.get(namespace) or Node(None, [], [], next(self._numbers), namespace)  # new: stays once locked
+        node, now, blocks = root, next(self._clock), []
         end = (len(tokens) if limit is None else min(limit, len(tokens))) // self.block_size
         while node.depth < end and (child := self._child(node, tokens)) is not None:
             same = self._common(child, tokens, end)
@@ -115,10 +114,9 @@ class RadixCache:
             self._lock_one(node)
             node = node.parent
 
-    def unlock(self, handle: Node) -> None:
-        node: Node | None = handle
-        while node is not None:
-            node = self._unlock_one(node)
+    def unlock(self, handle: Node | None) -> None:
+        while handle is not None:
+            handle = self._unlock_one(handle)
 
     def insert(self, tokens: list[int], blocks: list[int], handle: Node) -> Match:
         """Keep `blocks`, which hold the first len(blocks) * block_size of `tokens` (all full, all computed).
@@ -178,8 +176,6 @@ class RadixCache:
             return None
         return self._shorten(handle, 1)
 
-    # ---- forgetting
-
     def evict(self, n_blocks: int) -> int:
         """Free up to n_blocks unlocked blocks, least recently used leaves first; returns how many were freed."""
         freed = 0
@@ -218,10 +214,6 @@ class RadixCache:
             heapq.heappush(self._queue, (node.last_used, node.number, node))
 
     # ---- the tree itself
-
-    def _root(self, namespace: Hashable) -> Node:
-        """The namespace's root; a new one is kept from its first lock or block on, so that misses leave nothing."""
-        return self.roots.get(namespace) or Node(None, [], [], next(self._numbers), namespace)
 
     def _lock_one(self, node: Node) -> None:
         if node.parent is None:

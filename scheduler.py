@@ -437,14 +437,13 @@ class Scheduler:
     # ---- after a step
 
     def computed(self, step: Step) -> None:
-        """The step ran: its tokens have K and V now. Sequences that left in the meantime are passed over."""
+        """The step ran: its tokens have K and V now. (If a sequence ended meanwhile, nobody reads its count.)"""
         size, caching = self.block_size, self.cache is not None
         for seq, n in step.entries:
-            if seq.state == "running":
-                before = seq.num_computed
-                seq.num_computed = after = before + n
-                if caching and before // size != after // size:
-                    self._filled.append(seq)
+            before = seq.num_computed
+            seq.num_computed = after = before + n
+            if caching and before // size != after // size:
+                self._filled.append(seq)
 
     def has_unfinished(self) -> bool:
         return bool(self.sequences)

@@ -177,6 +177,18 @@ def test_a_better_ranked_sequence_is_never_preempted():
     assert [seq.id for seq in step.preempted] == ["young"] and ids(step.entries) == [("old", 4)]
 
 
+def test_a_step_that_fails_before_the_swap_in_was_made_leaves_nothing_in_the_cache():
+    engine = FakeEngine(9, 2, "radix", max_num_batched_tokens=16, preemption="swap")
+    first, second = engine.add([0, 1, 2, 0], 12), engine.add([1, 1, 1], 12)
+    while second.state != "swapped":
+        engine.step()
+    engine.end(first, engine.scheduler.finish)
+    engine.scheduler.drop_cache()
+    assert [seq for seq, _ in engine.step(fails=True).swap_in] == [second]
+    assert second.state == "finished" and engine.cache.cached_length(second.tokens) == 0
+    engine.check_empty()
+
+
 # ---- the budget
 
 
