@@ -42,7 +42,6 @@ __all__ = ["Checkpoint", "CheckpointError", "ModelConfig", "fetch", "open_checkp
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 QUANT_KEY = "vitrine_quant"  # metadata entry of the safetensors files that quantize.py writes
-QUANT_PARTS = (".qweight", ".scales", ".mins")  # what stands for .weight there
 LEFTOVER = re.compile(r"(^|\.)rotary_emb\.inv_freq$|attn_rot_embd\.weight$")  # computed from the config, never loaded
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "U8": "uint8", "I8": "int8"}
 
@@ -145,11 +144,8 @@ def _quantised_names(expected: dict, found: dict) -> dict:
     names = {}
     for name, shape in expected.items():
         stem = name.removesuffix(".weight")
-        if stem + ".qweight" in found:
-            names |= {stem + part: None for part in QUANT_PARTS[:2]}
-            names |= {stem + ".mins": None} if stem + ".mins" in found else {}
-        else:
-            names[name] = shape
+        parts = [] if name in found else [n for n in found if n.rpartition(".")[0] == stem and n not in expected]
+        names |= dict.fromkeys(parts) if parts else {name: shape}
     return names
 
 

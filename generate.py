@@ -52,7 +52,7 @@ from kv_paged import (
 )
 from model import Transformer, padding_batch
 from overlap import OverlapEngine
-from quantize import set_activations
+from quantize import has_kernels, set_activations
 from radix import PREFIX_CACHES
 from request import Delta, Request, RequestOutput
 from sampling import SamplerState, SamplingParams, sample
@@ -138,7 +138,7 @@ class LLM:
         set_backend(self.options.kernels, self.device, self.options.threads)
         self._load()
         self.kv = self._allocate()
-        self.runner = self._runner(self.model, self.kv, self.options.quant)
+        self.runner = self._runner(self.model, self.kv)
         self.scheduler = self._scheduler()
         self.engine = self._engine()
         self.streams: dict[Request, deque[Delta]] = {}  # what each open one has not read yet
@@ -244,7 +244,7 @@ class LLM:
         self.model = self._transformer(checkpoint, options.quant, DTYPES[dtype])
         # Quantised products run on the native kernels' own threads. Those of torch would still spin for a while after
         # each of its operations, on the cores that the next kernel needs.
-        alone = kernels.backend() == "native" and options.quant
+        alone = kernels.backend() == "native" and has_kernels(self.model)
         torch.set_num_threads(1 if alone else options.threads or os.cpu_count() or 1)
         self.load_s = time.perf_counter() - start
 
@@ -294,12 +294,12 @@ class LLM:
         trace = warn if options.trace else None
         return kind(self.runner, self.scheduler, self.tokenizer, eos, options.seed, trace, options.jump_forward)
 
-    def _runner(self, model: Transformer, kv: KVCache, quant: str | None) -> ModelRunner:
+    def _runner(self, model: Transformer, kv: KVCache) -> ModelRunner:
         """How steps of a model are computed: captured where kernels do the arithmetic, else compiled (compiled.py)."""
         options = self.options
         if not options.compile:
             return ModelRunner(model, kv)
-        capture = self._capture(model, quant)
+        capture = self._capture(model)
         on_gpu = self.device.type == "cuda"
         compiled = on_gpu or capture is None
         inner = CompiledRunner(model, kv, quiet=options.quiet) if compiled else ModelRunner(model, kv)
@@ -310,11 +310,11 @@ class LLM:
         widest = blocks_needed(self.max_model_len, kv.block_size)
         return CapturedRunner(inner, [*buckets, options.max_num_seqs], widest, capture)
 
-    def _capture(self, model: Transformer, quant: str | None):
+    def _capture(self, model: Transformer):
         """What records a decode step of `model`; None where nothing can."""
         if self.device.type == "cuda":  # the reference kernels read lengths back, which a graph cannot wait for
             return cuda_capture if kernels.backend() == "triton" else None
-        native = kernels.backend() == "native" and quant is not None and model.dtype == torch.float32
+        native = kernels.backend() == "native" and has_kernels(model) and model.dtype == torch.float32
         return tape_capture if native else None
 
     def _warm_up(self) -> None:
@@ -339,7 +339,7 @@ class LLM:
             options.speculate,
             self.engine,
             load,
-            lambda model, kv: self._runner(model, kv, quant),
+            self._runner,
             options.verify == "rejection",
             self.runner.capture if captured else None,
         )

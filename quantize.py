@@ -1,53 +1,262 @@
-"""Fewer bits a weight: the layers that compute on quantised weights, and how a checkpoint becomes such layers.
+"""Fewer bits a weight: how the rows of a matrix become small integers and back, and the layers that compute on them.
 
-The problem. A layer of a checkpoint may come dense or quantised in several ways, fused with its neighbours or not, and
-the model wants one thing: y = x W^T, with as few bytes read as the user allows.
+The problem. While one token is decoded, every weight is read from memory once, and the reading takes longer than the
+arithmetic: tokens/s <= bandwidth / bytes of weights. Halve the bytes and the ceiling doubles.
 
-The idea. Rows of W are independent. Each weight of the checkpoint becomes rows of small integers (quant_rows.py: the
-layout, and the promise that blocks of a GGUF are taken over bit for bit), rows are put under rows, and that is one
-layer. Dense or 4 or 8 bits, the three layer classes have one interface: the model does not know which it holds.
+The idea. Weights side by side in a row of W [N, K] have similar size. Cut each row into groups and store, for each
+group, its range in 16 bits and each weight as a small integer inside that range:
+
+    int4    w ~ q * scale + min    q in 0..15,       scale and min fp16, a pair for each 32, 64 or 128 weights
+    int8    w ~ q * scale          q in -127..127,   scale fp32, one for each output channel (a row of W)
+    int8    w ~ q * scale          q in -128..127,   scale fp16, one for each 32 weights (what a Q8_0 file holds)
+
+A `Scheme` is one such way: rows of W become named parts (codes, scales, ...), row for row, and back. Rows are
+independent, so the parts of a fused layer are concatenated, and a model is quantised a few rows at a time. Blocks of a
+GGUF that a scheme can hold (`adopt`) are taken over bit for bit. Every linear layer is quantised; the embedding table
+and the head keep 8 bits, because an error there meets the logits directly; norms and biases stay dense.
 
     checkpoint      q_proj [576, 576] Q4_1    k_proj [192, 576] Q4_1    v_proj [192, 576] F32
-                          | taken over              | taken over              | quantised
+                          | adopted                 | adopted                 | quantised
     QuantRows        [576, ...]                [192, ...]                [192, ...]
                           +-------------------------+-------------------------+
-    Int4Linear       qkv: [960, 576], repacked into the tiles that the kernels read
+    PackedLinear     qkv: [960, 576], repacked into the tiles that the kernels read
 
-Every linear layer is quantised. The embedding table and the output head stay at 8 bits even under int4: an error there
-meets the logits directly, and a tied model reads this one table both as embedding and as head, held once. Norms and
-biases stay dense. The schemes: "int8" (a scale for each output channel), "int8-g32", "int4" (groups of 32), "int4-g64",
-"int4-g128". A Q8_0 tensor keeps its groups under "int8" too, so that nothing it holds is lost.
-
-Source: Frantar et al. 2022, GPTQ, arXiv:2210.17323, section 1 (why weight-only quantisation speeds up decoding).
-
-Left out: layers that choose their own bits (mixed precision), int4 tables, training. `python quantize.py --model M
---quant int4 --out DIR` writes a quantised folder, by formats/quantized_folder.py.
+Sources: Dettmers et al. 2022, LLM.int8(), arXiv:2208.07339, section 2; Yao et al. 2022, ZeroQuant, arXiv:2206.01861,
+section 4.1 (a scale for each group); llama.cpp's Q4_0, Q4_1, Q8_0. Left out: anything that looks at activations (GPTQ,
+AWQ), clipping a group's range, mixed precision. `python quantize.py --model M --quant int4 --out DIR` writes a folder.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
+import runpy
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import kernels
-from quant_rows import (
-    CHUNK,
-    SCHEMES,
-    QuantRows,
-    Scheme,
-    adopt_blocks,
-    concatenate,
-    float_chunks,
-    parse_scheme,
-    quantize_rows,
-)
+from formats import gguf
 
 VERSION = 1  # of the form in which formats/quantized_folder.py stores weights
+CHUNK = 1 << 17  # weights handled at a time: bounds the memory that loading needs beside its result
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+Parts = dict[str, torch.Tensor]  # part name -> tensor [N, ...]
+
+
+class Scheme:
+    """How rows [N, K] are stored: as named parts, each with one row for a row. A quantised folder holds those parts.
+
+    `bits` of a code; `group_size` weights share a scale (0: the whole row). `kernel` is the prefix of the functions in
+    kernels.py that compute on these parts (pack_, unpack_, _linear, _embedding); without one a layer dequantises.
+    """
+
+    bits: int
+    kernel: str | None = None
+
+    def __init__(self, name: str, group_size: int):
+        self.name, self.group_size = name, group_size
+
+    def quantize(self, w: torch.Tensor) -> Parts:
+        """float32 [n, K] -> parts."""
+        raise NotImplementedError
+
+    def dequantize(self, parts: Parts, k: int) -> torch.Tensor:
+        """Parts -> float32 [n, k]."""
+        raise NotImplementedError
+
+    def adopt(self, blocks: gguf.Blocks) -> Parts | None:
+        """The very weights of GGUF blocks, if this scheme can hold them without loss; else None."""
+        return None
+
+    def layout(self, n: int, k: int) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
+        """What a weight [n, k] becomes: part -> (dtype, shape)."""
+        row = self.quantize(torch.zeros(1, k))
+        return {name: (part.dtype, (n, part.shape[1])) for name, part in row.items()}
+
+    def grouped(self, w: torch.Tensor) -> torch.Tensor:
+        """[n, K] -> [n, groups, group]; the last group is filled up with the last weight: no range grows by it."""
+        group = self.group_size or w.shape[1]
+        padding = w[:, -1:].expand(-1, -w.shape[1] % group)
+        return torch.cat([w, padding], dim=1).unflatten(1, (-1, group))
+
+
+# Two neighbouring values are one scale apart, so no weight is off by more than scale / 2. That holds only if q comes
+# from the scale and min that are STORED, and if rounding those to fp16 never shrinks the range: min is rounded down and
+# scale up. A scale is never 0, not even that of a group of zeros: nothing divides by 0.
+LEAST = torch.finfo(torch.float32).tiny
+
+
+class Int8(Scheme):
+    """`qweight` int8 [N, Kp], Kp being K padded to whole groups; `scales` [N, groups]: fp16, or float32 for a row."""
+
+    bits, kernel = 8, "int8"
+
+    def quantize(self, w: torch.Tensor) -> Parts:
+        groups = self.grouped(w)
+        scales = (groups.abs().amax(dim=2) / 127).clamp_(min=LEAST)  # [n, groups]
+        scales = _half(scales, math.inf) if self.group_size else scales
+        q = _steps(groups, scales, -127, 127, w.shape[1])
+        return {"qweight": q.to(torch.int8), "scales": scales}
+
+    def dequantize(self, parts: Parts, k: int) -> torch.Tensor:
+        scales = parts["scales"].float().unsqueeze(2)
+        q = parts["qweight"].float().unflatten(1, (scales.shape[1], -1))  # [N, groups, group]
+        return (q * scales).flatten(1)[:, :k]
+
+    def adopt(self, blocks: gguf.Blocks) -> Parts | None:
+        if blocks.kind != "Q8_0" or self.group_size != 32:
+            return None
+        fp16, q = _split_blocks(blocks, 2)
+        return {"qweight": q.view(torch.int8), "scales": fp16[:, :, 0].contiguous()}
+
+
+class Int4(Scheme):
+    """`scales` and `mins` fp16 [N, groups]; `qweight` uint8 [N, Kp / 2], 32 weights in 16 bytes as in a GGUF block:
+
+    byte                 0             1             2                  15
+                  +------+------+------+------+------+------+    +------+------+
+    nibble hi, lo | w16  | w0   | w17  | w1   | w18  | w2   | .. | w31  | w15  |    byte i = w[i] | w[i + 16] << 4
+                  +------+------+------+------+------+------+    +------+------+
+    """
+
+    bits, kernel = 4, "int4"
+
+    def quantize(self, w: torch.Tensor) -> Parts:
+        groups = self.grouped(w)
+        low, high = groups.aminmax(dim=2)  # [n, groups]
+        mins = _half(low, -math.inf)
+        scales = _half(((high - mins.float()) / 15).clamp_(min=LEAST), math.inf)
+        q = _steps(groups - mins.float().unsqueeze(2), scales, 0, 15, w.shape[1])
+        return {"qweight": pack_nibbles(q.to(torch.uint8)), "scales": scales, "mins": mins}
+
+    def dequantize(self, parts: Parts, k: int) -> torch.Tensor:
+        scales, mins = (parts[name].float().unsqueeze(2) for name in ("scales", "mins"))
+        q = unpack_nibbles(parts["qweight"]).float().unflatten(1, (scales.shape[1], -1))  # [N, groups, group]
+        return (q * scales + mins).flatten(1)[:, :k]  # rounded one after the other, as GGUF's reference does it
+
+    def adopt(self, blocks: gguf.Blocks) -> Parts | None:
+        if blocks.kind not in ("Q4_0", "Q4_1") or self.group_size != 32:
+            return None
+        fp16, q = _split_blocks(blocks, 2 if blocks.kind == "Q4_0" else 4)
+        scales = fp16[:, :, 0].contiguous()
+        # Q4_0 means (q - 8) * d, and 8 * d is exact in fp16
+        return {"qweight": q, "scales": scales, "mins": scales * -8 if blocks.kind == "Q4_0" else fp16[:, :, 1].clone()}
+
+
+INT8, INT8_G32 = Int8("int8", 0), Int8("int8-g32", 32)
+SCHEMES = {s.name: s for s in (INT8, INT8_G32, Int4("int4", 32), Int4("int4-g64", 64), Int4("int4-g128", 128))}
+
+
+def parse_scheme(text: str | Scheme | None) -> Scheme | None:
+    """The scheme of that name; None stays None (dense). "int4-g32" is another name of "int4"."""
+    if text is None or isinstance(text, Scheme):
+        return text
+    scheme = SCHEMES.get("int4" if text == "int4-g32" else text)
+    if scheme is None:
+        known = ", ".join(SCHEMES)
+        raise ValueError(f"quant={text!r} is not a known scheme; use one of {known}, or leave it out for dense weights")
+    return scheme
+
+
+def pack_nibbles(q: torch.Tensor) -> torch.Tensor:
+    """uint8 [N, Kp] in 0..15, Kp a multiple of 32 -> uint8 [N, Kp / 2]."""
+    low, high = q.view(len(q), -1, 2, 16).unbind(2)  # [N, Kp / 32, 16] each
+    return (low | high << 4).flatten(1)
+
+
+def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [N, Kp / 2] -> uint8 [N, Kp] in 0..15."""
+    blocks = packed.view(len(packed), -1, 16)
+    return torch.stack([blocks & 15, blocks >> 4], dim=2).flatten(1)
+
+
+def _half(x: torch.Tensor, towards: float) -> torch.Tensor:
+    """Round float32 to fp16 in one direction only: towards -inf (never above x) or +inf (never below x)."""
+    h = x.half()
+    wrong = h.float() > x if towards < 0 else h.float() < x
+    return torch.where(wrong, torch.nextafter(h, torch.full_like(h, towards)), h)
+
+
+def _steps(distance: torch.Tensor, scale: torch.Tensor, least: int, most: int, k: int) -> torch.Tensor:
+    """round(distance / scale) within least..most as [n, Kp], 0 where padded; distance [n, groups, group]."""
+    q = (distance / scale.float().unsqueeze(2)).round_().clamp_(least, most).flatten(1)
+    q[:, k:] = 0  # never read as a weight: the activation it would meet counts as zero
+    return q
+
+
+def _split_blocks(blocks: gguf.Blocks, header: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(fp16 [N, K / 32, header / 2], the bytes behind those headers [N, bytes]): copies, which do not hold the file."""
+    fp16 = blocks.data[:, :, :header].clone(memory_format=torch.contiguous_format).view(torch.float16)
+    return fp16, blocks.data[:, :, header:].contiguous().view(len(blocks.data), -1)
+
+
+@dataclass(frozen=True)
+class QuantRows:
+    """Rows of a weight matrix under a scheme."""
+
+    scheme: Scheme
+    parts: Parts
+    in_features: int  # K, before padding
+
+    def dequantize(self) -> torch.Tensor:
+        """float32 [N, K]."""
+        return self.scheme.dequantize(self.parts, self.in_features)
+
+
+def concatenate(pieces: list[QuantRows]) -> QuantRows:
+    """Rows under rows: what a fused layer is made of. All pieces must agree on scheme and K."""
+    first, forms = pieces[0], {(p.scheme.name, p.in_features) for p in pieces}
+    if len(forms) != 1:
+        raise ValueError(f"these rows cannot form one layer: (scheme, in_features) differ: {forms}")
+    if len(pieces) == 1:
+        return first
+    return replace(first, parts={name: torch.cat([p.parts[name] for p in pieces]) for name in first.parts})
+
+
+def float_chunks(source: torch.Tensor | gguf.Blocks) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first row, float32 rows) over the whole matrix, about CHUNK weights at a time."""
+    n, k = source.shape
+    step = max(1, CHUNK // k)
+    for start in range(0, n, step):
+        if isinstance(source, torch.Tensor):
+            yield start, source[start : start + step].float()
+        else:
+            part = source.data[start : start + step]
+            yield start, gguf.dequantize(replace(source, shape=(len(part), k), data=part))
+
+
+def _all_finite(tensors) -> bool:
+    return all(bool(torch.isfinite(t).all()) for t in tensors)
+
+
+def quantize_rows(source: torch.Tensor | gguf.Blocks, scheme: Scheme, name: str = "weight") -> QuantRows:
+    """A dense tensor [N, K] of any float type, or GGUF blocks, -> rows under `scheme`, one chunk at a time.
+
+    Raises ValueError naming the tensor if a weight is NaN or infinite, or too large for fp16 scales.
+    """
+    n, k = source.shape
+    out = {part: torch.empty(shape, dtype=dtype) for part, (dtype, shape) in scheme.layout(n, k).items()}
+    for start, w in float_chunks(source):
+        if not _all_finite([w]):
+            raise ValueError(f"{name} holds NaN or infinite weights: the checkpoint is damaged, get it again")
+        parts = scheme.quantize(w)
+        if not _all_finite(parts.values()):
+            largest = f"{w.abs().max():.3g}"
+            raise ValueError(f"{name}: weights up to {largest} overflow fp16 scales; use quant='int8' (float32 scales)")
+        for part, target in out.items():
+            target[start : start + len(w)] = parts[part]
+    return QuantRows(scheme, out, k)
+
+
+def adopt_blocks(blocks: gguf.Blocks, scheme: Scheme) -> QuantRows | None:
+    """GGUF blocks as rows, or None. If their scales are not finite, `quantize_rows` names the tensor instead."""
+    parts = scheme.adopt(blocks)
+    return QuantRows(scheme, parts, blocks.shape[1]) if parts is not None and _all_finite(parts.values()) else None
 
 
 class Linear(nn.Module):
@@ -73,10 +282,17 @@ class Linear(nn.Module):
         """
         if norm_weight is not None:
             x = torch.ops.vitrine.rms_norm(x, norm_weight, eps)
-        y = F.linear(x, self.weight, self.bias)
+        y = self.product(x)
         if silu_gate:
             y = torch.ops.vitrine.silu_mul(y)
         return y if residual is None else y + residual
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def lookup(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows `ids` [T] of the weight, [T, K]."""
+        return F.embedding(ids, self.weight)
 
     def dequantize(self) -> torch.Tensor:
         """The weight as float32 [N, K]."""
@@ -85,7 +301,7 @@ class Linear(nn.Module):
     @property
     def weight_bytes(self) -> int:
         """What one pass over this layer reads."""
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+        return sum(t.nbytes for t in self.buffers())
 
 
 class Arena:
@@ -119,99 +335,99 @@ class Arena:
 arena = Arena()
 
 
-class _PackedLinear(nn.Module):
-    """What the two quantised layers share. The weight is held once, in the tiles that native/packing.py draws.
+class StoredLinear(Linear):
+    """Under a scheme without a kernel: holds the parts, and dequantises them for every product, in pieces if large."""
 
-    `activations`: "int8" rounds x to 8 bits by groups of 32 before the product, "float" multiplies x as it is.
-    Bytes: rows N padded to a multiple of 16, times the bytes of a row in `stored_layout`.
-    """
-
-    bits: int
+    PIECE = 1 << 22  # weights dequantised at a time
 
     def __init__(self, rows: QuantRows, bias: torch.Tensor | None = None):
-        super().__init__()
-        if rows.bits != self.bits:
-            raise ValueError(f"{type(self).__name__} needs {self.bits}-bit rows, not {rows.bits}-bit ones")
-        self.out_features, self.in_features = len(rows.qweight), rows.in_features
-        self.group_size = 0 if rows.scales.dtype == torch.float32 else rows.group_size
-        self.activations = "int8"
+        nn.Module.__init__(self)
+        self.scheme, self.names, self.in_features = rows.scheme, list(rows.parts), rows.in_features
+        self.out_features, self.group_size = len(next(iter(rows.parts.values()))), rows.scheme.group_size
+        for name, part in rows.parts.items():
+            self.register_buffer(name, part)
+        self.register_buffer("bias", bias)  # [N]
+
+    def rows(self, index: slice | torch.Tensor) -> torch.Tensor:
+        """float32 [rows, K]: those rows of the weight."""
+        return self.scheme.dequantize({name: getattr(self, name)[index] for name in self.names}, self.in_features)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        step = max(1, self.PIECE // self.in_features)
+        pieces = [self.rows(slice(at, at + step)).to(x.dtype) for at in range(0, self.out_features, step)]
+        y = torch.cat([F.linear(x, w) for w in pieces], dim=-1)
+        return y if self.bias is None else y + self.bias
+
+    lookup = rows
+
+    def dequantize(self) -> torch.Tensor:
+        return self.rows(slice(None))
+
+
+class PackedLinear(Linear):
+    """Under a scheme with a kernel: the weight is held once, in the tiles that native/packing.py draws.
+
+    `activations`: "int8" rounds x to 8 bits by groups of 32 before the product, "float" multiplies x as it is.
+    """
+
+    def __init__(self, rows: QuantRows, bias: torch.Tensor | None = None):
+        nn.Module.__init__(self)
+        kernel, ops = rows.scheme.kernel, torch.ops.vitrine
+        self.pack, self.unpack = getattr(kernels, f"pack_{kernel}"), getattr(kernels, f"unpack_{kernel}")
+        self.linear, self.embedding = getattr(ops, f"{kernel}_linear"), getattr(ops, f"{kernel}_embedding")
+        self.scheme, self.in_features, self.group_size = rows.scheme, rows.in_features, rows.scheme.group_size
+        self.out_features, self.activations = len(next(iter(rows.parts.values()))), "int8"
         self.register_buffer("packed", self._pack(rows))  # uint8 [N / 16, bytes of 16 rows]
         self.register_buffer("bias", bias)  # [N]
 
     def _pack(self, rows: QuantRows) -> torch.Tensor:
-        """The canonical rows in the kernels' form, some tiles at a time: repacking needs little beside its result."""
+        """The rows in the kernels' form, some tiles at a time: repacking needs little beside its result."""
         step = max(1, CHUNK // rows.in_features // kernels.TILE) * kernels.TILE
         packed = None
         for start in range(0, self.out_features, step):
-            tiles = self._pack_tiles(*(part[start : start + step] for part in rows.parts().values()))
+            tiles = self.pack(*(part[start : start + step] for part in rows.parts.values()), self.group_size)
             if packed is None:
                 packed = arena.empty(-(-self.out_features // kernels.TILE), tiles.shape[1])
             packed[start // kernels.TILE :][: len(tiles)] = tiles
         return packed
 
-    @property
-    def weight_bytes(self) -> int:
-        """What one pass over this layer reads."""
-        return self.packed.nbytes + (0 if self.bias is None else self.bias.nbytes)
-
-
-class Int4Linear(_PackedLinear):
-    """y = x W^T + bias over 4-bit weights."""
-
-    bits = 4
-
-    def _pack_tiles(self, qweight: torch.Tensor, scales: torch.Tensor, mins: torch.Tensor) -> torch.Tensor:
-        return kernels.pack_int4(qweight, scales, mins, self.group_size)
-
     def forward(self, x, norm_weight=None, eps=0.0, residual=None, silu_gate=False) -> torch.Tensor:
         """As `Linear.forward`, in one operation that reads every byte of the weight once."""
-        return torch.ops.vitrine.int4_linear(
+        return self.linear(
             x, self.packed, self.out_features, self.group_size, self.bias, norm_weight, eps, residual, silu_gate,
             self.activations,
         )  # fmt: skip
 
-    def dequantize(self) -> torch.Tensor:
-        """The weight as float32 [N, K], every value the one that was stored."""
-        return kernels.unpack_int4(self.packed, self.in_features, self.group_size)[: self.out_features]
-
-
-class Int8Linear(_PackedLinear):
-    """y = x W^T + bias over 8-bit weights; `group_size` 0 means one scale for each output channel."""
-
-    bits = 8
-
-    def _pack_tiles(self, qweight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        return kernels.pack_int8(qweight, scales, self.group_size)
-
-    def forward(self, x, norm_weight=None, eps=0.0, residual=None, silu_gate=False) -> torch.Tensor:
-        """As `Linear.forward`, in one operation that reads every byte of the weight once."""
-        return torch.ops.vitrine.int8_linear(
-            x, self.packed, self.out_features, self.group_size, self.bias, norm_weight, eps, residual, silu_gate,
-            self.activations,
-        )  # fmt: skip
+    def lookup(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.embedding(ids, self.packed, self.in_features, self.group_size)
 
     def dequantize(self) -> torch.Tensor:
         """The weight as float32 [N, K], every value the one that was stored."""
-        return kernels.unpack_int8(self.packed, self.in_features, self.group_size)[: self.out_features]
+        return self.unpack(self.packed, self.in_features, self.group_size)[: self.out_features]
+
+
+def quantised_layer(rows: QuantRows, bias: torch.Tensor | None = None) -> Linear:
+    return (StoredLinear if rows.scheme.kernel is None else PackedLinear)(rows, bias)
+
+
+def has_kernels(model: nn.Module) -> bool:
+    """Whether every product of `model` is a quantised kernel, so that its steps can be recorded."""
+    return all(isinstance(module, PackedLinear) for module in model.modules() if isinstance(module, Linear))
 
 
 class Embedding(nn.Module):
     """One table, two readers: `lookup` takes rows of it, `logits` multiplies with all of it (a tied output head).
 
-    `table` is a Linear or an Int8Linear [V, H]. It is held once; what `lookup` returns is exactly a row of what
-    `logits` multiplies with.
+    What `lookup` returns is exactly a row of what `logits` multiplies with.
     """
 
-    def __init__(self, table: Linear | Int8Linear, dtype: torch.dtype):
+    def __init__(self, table: Linear, dtype: torch.dtype):
         super().__init__()
         self.table, self.dtype = table, dtype
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [T] -> [T, H] in the dtype of the activations."""
-        if isinstance(self.table, Linear):
-            return F.embedding(ids, self.table.weight)
-        rows = torch.ops.vitrine.int8_embedding(ids, self.table.packed, self.table.in_features, self.table.group_size)
-        return rows.to(self.dtype)
+        return self.table.lookup(ids).to(self.dtype)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, H] -> [T, V]."""
@@ -228,21 +444,21 @@ def set_activations(model: nn.Module, activations: str) -> None:
     if activations not in ("int8", "float"):
         raise ValueError(f"activations={activations!r}: use 'int8' or 'float'")
     for module in model.modules():
-        if isinstance(module, _PackedLinear):
+        if isinstance(module, PackedLinear):
             module.activations = activations
 
 
 def resolve_scheme(ckpt, scheme: str | Scheme | None) -> Scheme | None:
     """The scheme in force: the asked one, or that of a folder which is quantised already and cannot have another."""
-    wanted = parse_scheme(scheme)
+    asked_for = parse_scheme(scheme)
     if ckpt.quant is None:
-        return wanted
+        return asked_for
     if ckpt.quant["version"] != VERSION:
         raise ValueError(f"{ckpt.path} was written as version {ckpt.quant['version']} of this format, not {VERSION}")
     stored = parse_scheme(ckpt.quant["scheme"])
-    if wanted not in (None, stored):
+    if asked_for not in (None, stored):
         raise ValueError(
-            f"{ckpt.path} is quantised as {stored.name} and cannot be loaded as {wanted.name}; leave quant out, "
+            f"{ckpt.path} is quantised as {stored.name} and cannot be loaded as {asked_for.name}; leave quant out, "
             f"or quantise the original model"
         )
     return stored
@@ -251,19 +467,20 @@ def resolve_scheme(ckpt, scheme: str | Scheme | None) -> Scheme | None:
 def scheme_for(ckpt, names: list[str], scheme: Scheme) -> Scheme:
     """The scheme for the weights `names`, which form one layer and therefore share one form.
 
-    The embedding table and the head keep 8 bits. Next to a Q8_0 tensor, which has groups, "int8" has groups too.
+    The embedding table and the head keep 8 bits. Next to a Q8_0 tensor, which has groups, "int8" has groups too: a
+    scale for each row would only lose what the file still has.
     """
-    if scheme.bits == 4 and names[0] in TABLES:
-        scheme = SCHEMES["int8"]
-    if scheme.name == "int8" and any(b is not None and b.kind == "Q8_0" for b in map(ckpt.blocks, names)):
-        scheme = SCHEMES["int8-g32"]
+    if scheme.bits < 8 and names[0] in TABLES:
+        scheme = INT8
+    if scheme is INT8 and any(b is not None and b.kind == "Q8_0" for b in map(ckpt.blocks, names)):
+        scheme = INT8_G32
     return scheme
 
 
 def load_rows(ckpt, names: list[str], scheme: Scheme) -> list[QuantRows]:
     """The weights `names`, which form one layer, as one piece each: taken over where that loses nothing."""
     if ckpt.quant is not None:
-        return [stored_rows(ckpt, name.removesuffix(".weight")) for name in names]
+        return [stored_rows(ckpt, name.removesuffix(".weight"), scheme) for name in names]
     form, pieces = scheme_for(ckpt, names, scheme), []
     for name in names:
         blocks = ckpt.blocks(name)
@@ -275,11 +492,19 @@ def load_rows(ckpt, names: list[str], scheme: Scheme) -> list[QuantRows]:
     return pieces
 
 
-def stored_rows(ckpt, layer: str) -> QuantRows:
-    """Rows of a folder that formats/quantized_folder.py wrote."""
-    qweight, scales = ckpt.tensor(f"{layer}.qweight"), ckpt.tensor(f"{layer}.scales")
-    mins = ckpt.tensor(f"{layer}.mins") if qweight.dtype == torch.uint8 else None
-    return QuantRows(qweight, scales, mins, ckpt.quant["shapes"][layer][1])
+def stored_rows(ckpt, layer: str, scheme: Scheme) -> QuantRows:
+    """Rows of a folder that formats/quantized_folder.py wrote. Raises ValueError naming a part that is not there."""
+    n, k = ckpt.quant["shapes"][layer]
+    stored = {name.rpartition(".")[2]: name for name in ckpt.names() if name.rpartition(".")[0] == layer}
+    parts = {part: ckpt.tensor(name) for part, name in stored.items() if part != "bias"}
+    held = {part: (t.dtype, tuple(t.shape)) for part, t in parts.items()}
+    for form in (scheme, INT8, INT8_G32):  # what `scheme_for` may have chosen
+        layout = form.layout(n, k)
+        if held == layout:
+            return QuantRows(form, {part: parts[part] for part in layout}, k)
+    lost = ", ".join(f"{layer}.{part}" for part in scheme.layout(n, k) if part not in held)
+    fault = f"{lost} is missing" if lost else f"the parts of {layer} are not those of a [{n}, {k}] weight"
+    raise ValueError(f"{ckpt.path}: {fault}: the folder is damaged; quantise the original model again")
 
 
 def load_dense(ckpt, names: list[str], dtype: torch.dtype) -> torch.Tensor:
@@ -298,7 +523,7 @@ def load_dense(ckpt, names: list[str], dtype: torch.dtype) -> torch.Tensor:
 
 def linear_from_checkpoint(
     ckpt, names: list[str], scheme: str | Scheme | None, dtype: torch.dtype, bias_names: list[str] | None = None
-) -> Linear | Int8Linear | Int4Linear:
+) -> Linear:
     """The layer whose rows are those of the weights `names`, one under the other (a fused layer has several).
 
     `scheme` None means dense in `dtype`, unless the checkpoint is a quantised folder. One weight is in memory at a
@@ -308,8 +533,7 @@ def linear_from_checkpoint(
     scheme = resolve_scheme(ckpt, scheme)
     if scheme is None:
         return Linear(load_dense(ckpt, names, dtype), bias)
-    rows = concatenate(load_rows(ckpt, names, scheme))
-    return (Int8Linear if rows.bits == 8 else Int4Linear)(rows, bias)
+    return quantised_layer(concatenate(load_rows(ckpt, names, scheme)), bias)
 
 
 def embedding_from_checkpoint(ckpt, name: str, scheme: str | Scheme | None, dtype: torch.dtype) -> Embedding:
@@ -317,12 +541,5 @@ def embedding_from_checkpoint(ckpt, name: str, scheme: str | Scheme | None, dtyp
     return Embedding(linear_from_checkpoint(ckpt, [name], scheme, dtype), dtype)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """`python quantize.py`: the command lives in quantized_folder.py, which needs more of the engine than this file."""
-    from formats import quantized_folder
-
-    return quantized_folder.main(argv)
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    runpy.run_module("formats.quantized_folder", run_name="__main__")

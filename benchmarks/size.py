@@ -38,8 +38,7 @@ from formats.command_line import as_command, flag, given, refuse_unused, value_o
 from formats.config import ModelConfig, tensor_shapes
 from generate import DTYPES
 from kv_paged import block_bytes, blocks_needed, free_memory, parse_memory
-from quant_rows import SCHEMES, Scheme, parse_scheme, stored_layout
-from quantize import TABLES, resolve_scheme, scheme_for
+from quantize import SCHEMES, TABLES, Scheme, parse_scheme, resolve_scheme, scheme_for
 
 SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 GIB = 2**30
@@ -59,7 +58,7 @@ def tensor_bytes(ckpt: Checkpoint, name: str, shape: tuple[int, ...], scheme: Sc
     """Bytes of one tensor as the loader will hold it."""
     if scheme is None or len(shape) == 1:  # norms and biases stay dense
         return math.prod(shape) * dtype.itemsize
-    parts = stored_layout(scheme_for(ckpt, [name], scheme), *shape)
+    parts = scheme_for(ckpt, [name], scheme).layout(*shape)
     return sum(math.prod(size) * kind.itemsize for kind, size in parts.values())
 
 
@@ -103,7 +102,7 @@ def estimate_weights(parameters: int, table: int, tied: bool, scheme: Scheme | N
 def bits_of(scheme: Scheme) -> float:
     """Bits a weight in a long row, scales and minima counted."""
     long = 4096
-    parts = stored_layout(scheme, 1, long).values()
+    parts = scheme.layout(1, long).values()
     return sum(math.prod(size) * kind.itemsize for kind, size in parts) * 8 / long
 
 

@@ -46,8 +46,7 @@ from torch import Tensor, nn
 from drafting.budget import StepCost
 from engine import Engine
 from model import Transformer
-from quant_rows import SCHEMES, quantize_rows
-from quantize import Int8Linear, Linear
+from quantize import INT8, Linear, PackedLinear, quantize_rows
 from request import Answer
 from sampling import argmax
 from speculative import Proposer
@@ -159,12 +158,12 @@ class DraftHead(nn.Module):
     def __init__(self, weights: dict[str, Tensor], target: Transformer):
         super().__init__()
         self.embed, self.dtype = target.embed, target.dtype
-        dense, device = isinstance(target.embed.table, Linear), target.norm.device
+        dense, device = type(target.embed.table) is Linear, target.norm.device
 
         def layer(weight: Tensor) -> nn.Module:
             if dense:
                 return Linear(weight.to(device, self.dtype))
-            return Int8Linear(quantize_rows(weight.float().cpu(), SCHEMES["int8"])).to(device)
+            return PackedLinear(quantize_rows(weight.float().cpu(), INT8)).to(device)
 
         self.kept = weights["kept"].long().to(device)
         self.from_state, self.from_token, self.down = (layer(weights[n]) for n in ("from_state", "from_token", "down"))

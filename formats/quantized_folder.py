@@ -13,10 +13,10 @@ the name of the layer, and the scheme as metadata in the file's own header:
       | 8 byte | name -> dtype, shape, where it lies in the data    | tensor lies aligned                     |
       +--------+----------------------------------------------------+-----------------------------------------+
 
-    ...mlp.up_proj.weight  ->  ...mlp.up_proj.qweight, .scales and, for int4, .mins    (quant_rows.py draws the bytes)
+    ...mlp.up_proj.weight  ->  ...mlp.up_proj.qweight, .scales and, for int4, .mins    (quantize.py draws the bytes)
     vitrine_quant  =  {"version": 1, "scheme": "int4", "bits": 4, "group_size": 32, "shapes": {"...up_proj": [N, K]}}
 
-Every size is known before the first weight is read (`quant_rows.stored_layout`), so the header goes first, and each
+Every size is known before the first weight is read (`Scheme.layout`), so the header goes first, and each
 weight is read, quantised and written to its place by itself: a model of any size needs memory for one layer. All of it
 is written to a folder beside DIR that takes the name DIR at the very end: a full disk or Ctrl-C leaves nothing that
 looks whole.
@@ -46,8 +46,7 @@ from safetensors import SafetensorError, safe_open
 from checkpoint import QUANT_KEY, Checkpoint, ModelConfig, open_checkpoint
 from formats.command_line import as_command
 from formats.config import from_hf
-from quant_rows import Scheme, parse_scheme, stored_layout
-from quantize import VERSION, load_rows, scheme_for
+from quantize import VERSION, Scheme, load_rows, parse_scheme, scheme_for
 from tokenizer import Tokenizer
 
 WEIGHTS = "model.safetensors"
@@ -148,7 +147,7 @@ def write_weights(ckpt: Checkpoint, scheme: Scheme, path: Path, progress: Progre
     for names in layers.values():
         form = scheme_for(ckpt, names, scheme)
         for name in names:
-            for suffix, entry in stored_layout(form, *ckpt.shape(name)).items():
+            for suffix, entry in form.layout(*ckpt.shape(name)).items():
                 entries[f"{name.removesuffix('.weight')}.{suffix}"] = entry
     shapes = {name.removesuffix(".weight"): ckpt.shape(name) for names in layers.values() for name in names}
     about = {"bits": scheme.bits, "group_size": scheme.group_size, "scheme": scheme.name}
@@ -160,7 +159,7 @@ def write_weights(ckpt: Checkpoint, scheme: Scheme, path: Path, progress: Progre
             done += write_at(file, len(header) + places[name], tensor)
         for names in layers.values():
             for name, rows in zip(names, load_rows(ckpt, names, scheme), strict=True):
-                for suffix, part in rows.parts().items():
+                for suffix, part in rows.parts.items():
                     place = places[f"{name.removesuffix('.weight')}.{suffix}"]
                     done += write_at(file, len(header) + place, part)
             progress(done, total)
@@ -280,3 +279,7 @@ def draw_bar(done: int, total: int) -> None:
         bar = "#" * (30 * done // total)
         end = "\n" if done == total else ""
         print(f"\rquantising [{bar:<30}] {done / 1e6:.0f}/{total / 1e6:.0f} MB", end=end, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -10,7 +10,7 @@ import checkpoint
 from formats.quantized_folder import main as quantize
 from generate import LLM
 from model import Transformer
-from quant_rows import SCHEMES
+from quantize import SCHEMES
 
 RATES = ["--bandwidth", "20", "--gflops", "100"]  # given, so that no clock is read
 SHAPE = ["--layers", "32", "--kv-heads", "8", "--head-dim", "128", "--context", "8192"]

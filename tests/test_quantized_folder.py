@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import quantize
@@ -15,7 +16,10 @@ from checkpoint import open_checkpoint, tensor_shapes
 from formats import gguf, quantized_folder
 from formats.config import from_hf
 from formats.quantized_folder import WEIGHTS, save_quantized, write_weights
-from quant_rows import SCHEMES, stored_layout
+from generate import LLM
+from model import Transformer
+from quantize import SCHEMES
+from sampling import SamplingParams
 from tokenizer import Tokenizer
 
 FUSED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",))
@@ -142,13 +146,33 @@ def test_F44_the_file_holds_one_table_and_what_the_formula_says(llama, tmp_path)
             expected[name] = (torch.float32, ckpt.shape(name))
         else:
             scheme = SCHEMES["int8" if "embed" in name else "int4"]
-            for suffix, entry in stored_layout(scheme, *ckpt.shape(name)).items():
+            for suffix, entry in scheme.layout(*ckpt.shape(name)).items():
                 expected[f"{name.removesuffix('.weight')}.{suffix}"] = entry
     assert {name: (t.dtype, tuple(t.shape)) for name, t in stored.items()} == expected
     assert not any("lm_head" in name for name in stored)
     about = open_checkpoint(out).quant
     assert (about["version"], about["scheme"], about["bits"], about["group_size"]) == (1, "int4", 4, 32)
     assert about["shapes"]["model.layers.1.mlp.down_proj"] == [80, 96]
+
+
+@pytest.mark.parametrize("part", ["qweight", "scales", "mins"])
+def test_a_part_that_is_missing_is_named(llama, tmp_path, part):
+    out = save_quantized(llama, "int4", tmp_path / "q")
+    with safe_open(out / WEIGHTS, framework="pt") as file:
+        metadata = file.metadata()
+    stored = load_file(out / WEIGHTS)
+    del stored[f"model.layers.1.mlp.up_proj.{part}"]
+    save_file(stored, out / WEIGHTS, metadata)
+    with pytest.raises(ValueError, match=rf"model\.layers\.1\.mlp\.up_proj\.{part} is missing.*damaged"):
+        Transformer(open_checkpoint(out))
+
+
+def test_a_quantised_folder_decodes_with_captured_kernels_without_being_told(llama, tmp_path):
+    out = save_quantized(llama, "int4", tmp_path / "q")
+    prompt, params = [[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0)
+    told, untold = (LLM(str(out), quant=quant, compile=True, num_blocks=20) for quant in ("int4", None))
+    assert untold.stats()["steps_captured"] and not untold.stats()["graphs_compiled"]
+    assert untold.generate(prompt, params)[0].outputs[0] == told.generate(prompt, params)[0].outputs[0]
 
 
 class Mixed:
@@ -183,9 +207,9 @@ def test_pieces_of_one_layer_are_stored_in_one_form(tmp_path):
     write_weights(ckpt, SCHEMES["int8"], tmp_path / WEIGHTS, lambda done, total: None)
     stored = load_file(tmp_path / WEIGHTS)
     pieces = quantize.load_rows(ckpt, ckpt.names(), SCHEMES["int8"])
-    assert len(stored) == 6 and pieces[0].group_size == 32
+    assert len(stored) == 6 and pieces[0].scheme is quantize.INT8_G32
     for name, rows in zip(ckpt.names(), pieces, strict=True):
-        for suffix, part in rows.parts().items():
+        for suffix, part in rows.parts.items():
             assert torch.equal(stored[f"{name.removesuffix('.weight')}.{suffix}"], part)
     assert quantize.concatenate(pieces).dequantize().shape == (48, 64)
 
@@ -282,14 +306,14 @@ def test_progress_counts_every_byte(llama, tmp_path):
 
 def test_the_command_line(llama, tmp_path, capsys):
     out = tmp_path / "q"
-    assert quantize.main(["--model", str(llama), "--quant", "int8", "--out", str(out)]) == 0
+    assert quantized_folder.main(["--model", str(llama), "--quant", "int8", "--out", str(out)]) == 0
     assert "int8" in capsys.readouterr().out and open_checkpoint(out).quant["scheme"] == "int8"
-    assert quantize.main(["--model", str(llama), "--quant", "int8", "--out", str(out)]) == 2
+    assert quantized_folder.main(["--model", str(llama), "--quant", "int8", "--out", str(out)]) == 2
     assert "--force" in capsys.readouterr().err
-    assert quantize.main(["--model", str(llama), "--quant", "int5", "--out", str(tmp_path / "r")]) == 2
+    assert quantized_folder.main(["--model", str(llama), "--quant", "int5", "--out", str(tmp_path / "r")]) == 2
     shown = capsys.readouterr()
     assert "'int5'" in shown.err and "int4-g64" in shown.err and not shown.out
-    assert quantize.main(["--model", str(tmp_path / "nothing"), "--out", str(tmp_path / "r")]) == 2
+    assert quantized_folder.main(["--model", str(tmp_path / "nothing"), "--out", str(tmp_path / "r")]) == 2
     assert "nothing" in capsys.readouterr().err
 
 
