@@ -4,32 +4,26 @@ The problem. An application seldom asks one question. It extracts fields one aft
 classifies a hundred lines by the same examples. As separate prompts all of that computes the same beginnings again.
 
 The idea. A program is a text that grows. Strings are appended as they are, `gen` is a hole that the model fills in,
-`select` one that only certain texts fit. A fork copies the text so far, and costs nothing: the trunk's keys and values
-are in the radix cache, and each branch computes only what is its own. What is appended waits until a value is asked
-for; then all programs that are run together fill their holes in one batch, each at its own pace.
+`select` a hole that only certain texts fit. A fork copies the text so far; its keys and values are in the radix cache,
+so each branch computes only its own part. Nothing runs before a value is read; then all programs that are run together
+fill their holes in one batch.
 
     p = Program(llm, "Q: How do I get to the island?\\nPlan:")
                                                  ┌─ gen("plan") ─ " Rate it:" ─ gen("score")    branches[0]
     p ── trunk: computed once, then cached ── fork ─ gen("plan") ─ " Rate it:" ─ gen("score")    branches[1]
-                                                 └─ ...
     p.join(branches)      p["plan"] is now the list of plans, p["score"] of scores
 
-`select` asks which text is likeliest. For each candidate the engine is made to "generate" exactly that text (a choice
-of one: all its tokens are forced, computed in one step and given their log-probabilities, see structured.py), and the
-best mean log-probability per token wins.
+Each part is tokenised by itself, so that the tokens of a trunk are the beginning of those of its branches. A blank
+belongs to the beginning of the word after it: write "Answer:" and not "Answer: " before a hole.
 
-Seams. Each part is tokenised by itself, so that the tokens of a trunk are the beginning of those of its branches. A
-blank belongs to the beginning of the word after it: write "Answer:" and not "Answer: " before a hole.
-
-Source: Zheng et al., "SGLang" (2024), section 2. Left out: branches that the interpreter finds by itself, streaming,
-images, and calls to other services.
+Source: Zheng et al., "SGLang" (2024), section 2. Left out: streaming, images, and calls to other services.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from generate import LLM
@@ -58,9 +52,8 @@ def select(name: str | None, candidates: Sequence[str]) -> Hole:
 
 
 class Program:
-    """A growing text and the values of its holes.
+    """A growing text and the values of its holes, beginning with a text or with a conversation to be answered.
 
-    Begins with a text, or with a conversation [{"role": ..., "content": ...}, ...] that the model is to answer.
     prompt_tokens and cached_tokens count what its requests read, and how much of that the cache had.
     """
 
@@ -99,7 +92,7 @@ class Program:
             raise ValueError(f"fork({n}): at least 1 branch")
         run([self])
         if self.ids:
-            _finish(self.llm, [self.llm.add(list(self.ids), SamplingParams(max_tokens=0))])
+            self.llm.generate([list(self.ids)], SamplingParams(max_tokens=0))
         branches = [copy.copy(self) for _ in range(n)]
         for branch in branches:
             branch.ids, branch.values, branch.pending = list(self.ids), dict(self.values), []
@@ -116,8 +109,6 @@ class Program:
         self.cached_tokens += sum(branch.cached_tokens for branch in branches)
         return self
 
-    # -- what `run` does with it
-
     def _add_text(self, text: str) -> None:
         if text:
             self.ids += self.llm.tokenizer.encode(text, add_special_tokens=not self.ids)
@@ -131,41 +122,42 @@ class Program:
             self._add_text(part)
         return None
 
-    def _fill(self, hole: Hole, text: str, token_ids: list[int]) -> None:
+    def _fill(self, hole: Hole, answer: CompletionOutput) -> None:
         if hole.name is not None:
-            self.values[hole.name] = text
-        ends = self.llm.engine.eos_token_ids
-        shown = [token for token in token_ids if token not in ends]
-        if self.llm.tokenizer.decode(shown) != text:  # a stop string was cut off: the text counts
-            shown = self.llm.tokenizer.encode(text, add_special_tokens=False) if text else []
-        self.ids += shown
-        self.text += text
+            self.values[hole.name] = answer.text
+        tokenizer = self.llm.tokenizer
+        ids = [token for token in answer.token_ids if token not in self.llm.engine.eos_token_ids]
+        if tokenizer.decode(ids) != answer.text:  # a stop string was cut off: the text counts
+            ids = tokenizer.encode(answer.text, add_special_tokens=False) if answer.text else []
+        self.ids += ids
+        self.text += answer.text
 
 
-@dataclass
 class Work:
-    """A program with a hole that is being filled: its requests, and what is still to ask once the first is done."""
+    """A program with a hole that is being filled.
 
-    program: Program
-    hole: Hole
-    requests: list[Request] = field(default_factory=list)
-    waiting: list[str] = field(default_factory=list)  # candidates that will find the text of the first in the cache
+    `select` asks which text is likeliest: for each candidate the engine generates exactly that text (a choice of one:
+    all its tokens are forced, computed in one step and given their log-probabilities). The others wait for the first
+    candidate, since they will find the text before the hole in the cache.
+    """
 
-    def start(self) -> None:
-        if not self.hole.candidates:
-            self._ask(self.hole.params)
-            return
-        first, *self.waiting = self.hole.candidates
-        self._score(first)
+    def __init__(self, program: Program, hole: Hole):
+        self.program, self.hole = program, hole
+        self.requests: list[Request] = []
+        self.waiting = list(hole.candidates)
+        if self.waiting:
+            self._score(self.waiting.pop(0))
+        else:
+            self._ask(hole.params)
 
-    def go_on(self) -> bool:
-        """Ask what was waiting; False when all answers are there."""
+    def advance(self) -> bool:
+        """Whether all answers are there; asks for what was waiting."""
         if not all(request.finished for request in self.requests):
-            return True
+            return False
         waiting, self.waiting = self.waiting, []
         for candidate in waiting:
             self._score(candidate)
-        return bool(waiting)
+        return not waiting
 
     def _score(self, candidate: str) -> None:
         length = 4 * len(candidate.encode()) + 1  # more tokens than the text can have
@@ -175,14 +167,15 @@ class Work:
         self.requests.append(self.program.llm.add(list(self.program.ids), params))
 
     def finish(self) -> None:
-        program, answers = self.program, [_answer(request) for request in self.requests]
+        program, answers = self.program, [request.output().outputs[0] for request in self.requests]
+        errors = [answer.error for answer in answers if answer.error is not None]
+        if errors:
+            raise RuntimeError(f"a hole could not be filled in: {errors[0]}")
         program.prompt_tokens += sum(len(request.prompt_ids) for request in self.requests)
         program.cached_tokens += sum(request.num_cached_tokens for request in self.requests)
-        if not self.hole.candidates:
-            program._fill(self.hole, answers[0].text, answers[0].token_ids)
-            return
-        best = max(answers, key=lambda answer: answer.cumulative_logprob / len(answer.token_ids))
-        program._fill(self.hole, best.text, best.token_ids)
+        if self.hole.candidates:
+            answers.sort(key=lambda answer: -answer.cumulative_logprob / len(answer.token_ids))
+        program._fill(self.hole, answers[0])
 
 
 def run(programs: Sequence[Program]) -> None:
@@ -190,16 +183,14 @@ def run(programs: Sequence[Program]) -> None:
     work: list[Work] = []
 
     def next_hole(program: Program) -> None:
-        hole = program._next_hole()
-        if hole is not None:
+        if hole := program._next_hole():
             work.append(Work(program, hole))
-            work[-1].start()
 
     try:
         for program in programs:
             next_hole(program)
         while work:
-            for item in [item for item in work if not item.go_on()]:
+            for item in [item for item in work if item.advance()]:
                 work.remove(item)
                 item.finish()
                 next_hole(item.program)
@@ -209,15 +200,3 @@ def run(programs: Sequence[Program]) -> None:
         for item in work:
             for request in item.requests:
                 item.program.llm.engine.abort(request)
-
-
-def _finish(llm: LLM, requests: list[Request]) -> None:
-    while not all(request.finished for request in requests):
-        llm.engine.step()
-
-
-def _answer(request: Request) -> CompletionOutput:
-    (answer,) = request.output().outputs
-    if answer.error is not None:
-        raise RuntimeError(f"a hole could not be filled in: {answer.error}")
-    return answer

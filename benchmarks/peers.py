@@ -7,18 +7,16 @@
 The problem. A ratio between two programs means something only if both did the same work: the same weights, threads and
 prompts, prefill and decode apart, and neither burdened with what the other leaves out.
 
-The idea. One protocol, spoken by a class of a few lines for each engine, and one JSON line in the keys of `bench.py
-decode`. Prompts come from `random_prompt`, which `bench.py` uses too.
+The idea. One protocol, implemented by a class of a few lines for each engine, and one JSON line in the keys of
+`bench.py decode`. Prompts come from `random_prompt`, which `bench.py` uses too.
 
     prefill(prompt)          seconds from the prompt to the logits of its last token
     decode(prompts, steps)   seconds of `steps` greedy tokens for all prompts together, after their prompts
 
-Each engine is driven by its own fastest loop, without scheduling, sampling or text, so it is not the peers that a
-comparison is unfair to: `bench.py decode` measures all of that. transformers computes in float32 on the dequantised
-weights of the checkpoint, llama.cpp on the blocks of its file. transformers is a requirement of the tests only, and
-llama.cpp lives in an environment of its own: this file imports nothing heavy before it is needed there.
-
-Left out: transformers with torch.compile and a static cache; llama.cpp's server, which `bench.py serve --url` loads.
+Each engine is driven by its own fastest loop, without the scheduling, sampling and text of `bench.py decode`.
+transformers computes in float32 on the dequantised weights, llama.cpp on the blocks of its file. llama.cpp lives in an
+environment without torch: this file imports nothing heavy before it is needed there.
+Left out: transformers with torch.compile; llama.cpp's server, which `bench.py serve --url` loads.
 """
 
 from __future__ import annotations
@@ -83,8 +81,8 @@ class Transformers:
 
     def _next(self, ids, cache):
         """ids [B, T] -> the greedy next tokens [B, 1]."""
-        found = self.model(ids, logits_to_keep=1, **{self.cache_argument: cache})
-        return found.logits[:, -1].argmax(-1, keepdim=True)
+        logits = self.model(ids, logits_to_keep=1, **{self.cache_argument: cache}).logits
+        return logits[:, -1].argmax(-1, keepdim=True)
 
 
 def hf_model(ckpt):
@@ -141,11 +139,11 @@ class LlamaCpp:
         self.memory, self.batch = lib.llama_get_memory(self.context), lib.llama_batch_init(options.n_batch, 0, 1)
 
     def _run(self, rows: list[tuple[int, int, int, bool]]) -> None:
-        """One pass over rows of (token, position, sequence, whether its logits are wanted)."""
+        """One pass over rows of (token, position, sequence, whether it needs logits)."""
         batch = self.batch
         batch.n_tokens = len(rows)
-        for i, (token, position, sequence, wanted) in enumerate(rows):
-            batch.token[i], batch.pos[i], batch.logits[i] = token, position, wanted
+        for i, (token, position, sequence, needs_logits) in enumerate(rows):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, position, needs_logits
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
         if self.lib.llama_decode(self.context, batch):
             raise ValueError(f"llama.cpp failed on a batch of {len(rows)} tokens")
@@ -206,7 +204,7 @@ def commands(peers: list[str], model: str) -> dict[str, list[str]]:
 
     transformers, llama.cpp:PYTHON:FILE.gguf, or any command that prints the JSON keys of `bench.py decode`.
     """
-    script, found = str(Path(__file__).resolve()), {}
+    script, named = str(Path(__file__).resolve()), {}
     for peer in peers:
         name, command = "peer", shlex.split(peer)
         if peer == "transformers":
@@ -219,9 +217,9 @@ def commands(peers: list[str], model: str) -> dict[str, list[str]]:
             name, command = f"llama.cpp {Path(file).stem}", [python, script, "llama.cpp", "--model", file]
         if not command:
             raise ValueError("--peer is empty: write transformers, llama.cpp:PYTHON:FILE.gguf or a command")
-        same = sum(known == name or known.startswith(f"{name} (") for known in found)
-        found[name if not same else f"{name} ({same + 1})"] = command
-    return found
+        same = sum(known == name or known.startswith(f"{name} (") for known in named)
+        named[name if not same else f"{name} ({same + 1})"] = command
+    return named
 
 
 def figures_of(name: str, command: list[str]) -> dict:
@@ -255,6 +253,35 @@ def medians_of(name: str, command: list[str], batches: list[int]) -> dict[str, f
             f"not {json.dumps(result)[:200]}"
         )
     return rows
+
+
+def in_turn(ours: list[str], peers: dict[str, list[str]], sizes: list[str], batches: list[int], rounds: int) -> dict:
+    """Run our program and the peers in turn: {row: {"vitrine": tok/s, "peers": {name: {tok_s, ratio, ratios}}}}."""
+    taken: list[dict[str, dict]] = []
+    for i in range(rounds):
+        taken.append({})
+        for name, command in {"vitrine": ours, **peers}.items():
+            print(f"round {i + 1}/{rounds}: {name} ...", file=sys.stderr, flush=True)
+            taken[-1][name] = medians_of(name, [*command, *sizes], batches)
+    rows = {}
+    for row in taken[0]["vitrine"]:
+        rates = {name: [rates[name][row] for rates in taken] for name in taken[0]}
+        rows[row] = {"vitrine": statistics.median(rates["vitrine"]), "peers": {}}
+        for name in peers:
+            ratios = [round(a / b, 2) for a, b in zip(rates["vitrine"], rates[name], strict=True)]
+            rate, ratio = statistics.median(rates[name]), statistics.median(ratios)
+            rows[row]["peers"][name] = {"tok_s": rate, "ratio": ratio, "ratios": ratios}
+    return rows
+
+
+def table(rows: dict) -> str:
+    lines = []
+    for name in next(iter(rows.values()))["peers"]:
+        lines.append(f"{'tok/s':12} {'vitrine':>9} {name:>16}   ratio (of each round)")
+        for row, r in rows.items():
+            peer = r["peers"][name]
+            lines.append(f"{row:12} {r['vitrine']:9.1f} {peer['tok_s']:16.1f}   {peer['ratio']:.2f} {peer['ratios']}")
+    return "\n".join(lines)
 
 
 @as_command
