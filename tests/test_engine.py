@@ -128,6 +128,21 @@ def run(engine: Engine, requests: list, arrivals: list[int] | None = None) -> li
     return [request.output() for request in added]
 
 
+def drain(engine: Engine) -> list:
+    """Step until nothing is left to do; all deltas."""
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step()
+    return deltas
+
+
+def answer_of(engine: Engine, prompt: list[int], params: SamplingParams, **options):
+    """One request run to its end: (the request, its first answer)."""
+    request = engine.add(prompt, params, **options)
+    drain(engine)
+    return request, request.output().outputs[0]
+
+
 def assert_all_free(engine: Engine) -> None:
     stats = engine.scheduler.stats()
     assert stats["live"] == 0 and not engine.requests
@@ -327,9 +342,8 @@ def test_abort_gives_every_block_back(stage, overlap):
     other = engine.add(prompts_of(5)[0], GREEDY)
     (ended, *_) = engine.abort(first)
     assert ended.finish_reason == "abort"
-    engine.abort(first)  # F30: once more does nothing
-    while engine.has_work:
-        engine.step()
+    engine.abort(first)  # once more does nothing
+    drain(engine)
     assert other.output().outputs[0].token_ids == expected("llama", prompts_of(5)[0], GREEDY)
     assert_all_free(engine)
 
@@ -337,8 +351,7 @@ def test_abort_gives_every_block_back(stage, overlap):
 def test_abort_after_the_end_is_nothing():
     engine = make_engine()
     request = engine.add([5, 6], GREEDY)
-    while engine.has_work:
-        engine.step()
+    drain(engine)
     assert engine.abort(request) == [] == engine.abort(request)
     assert_all_free(engine)
 
@@ -354,8 +367,7 @@ def test_a_step_that_raises_fails_its_requests_only(monkeypatch, overlap):
     assert {d.finish_reason for d in deltas} == {"error"} and all("ZeroDivisionError" in d.error for d in deltas)
     assert all(request.finished for request in requests) and not engine.has_work
     later = engine.add(prompts_of(5)[0], GREEDY)
-    while engine.has_work:
-        engine.step()
+    drain(engine)
     assert later.output().outputs[0].token_ids == expected("llama", prompts_of(5)[0], GREEDY)
     assert_all_free(engine)
 
@@ -387,8 +399,7 @@ def test_a_beam_that_raises_leaves_the_others(monkeypatch, capsys):
     assert beams.finished and "ZeroDivisionError" in beams.output().outputs[0].error
     assert any(d.request is other and d.token_ids for d in deltas), "the others' tokens of this step were lost"
     assert "1 request(s) failed" in capsys.readouterr().err
-    while engine.has_work:
-        engine.step()
+    drain(engine)
     assert other.output().outputs[0].token_ids == expected("llama", prompts_of(5)[0], GREEDY)
     assert_all_free(engine)
 
@@ -442,9 +453,7 @@ def test_a_beam_search_that_cannot_tell_its_answers_ends_with_the_cause(monkeypa
     engine = make_engine()
     request = engine.add(prompts_of(6)[0], SamplingParams(beam_width=3, n=2, temperature=0, max_tokens=3))
     monkeypatch.setattr(request.search, "answers", lambda: 1 / 0)
-    deltas = []
-    while engine.has_work:
-        deltas += engine.step()
+    deltas = drain(engine)
     assert deltas and {d.finish_reason for d in deltas} == {"error"}
     assert all("ZeroDivisionError" in answer.error for answer in request.output().outputs)
     assert_all_free(engine)
@@ -455,9 +464,7 @@ def test_a_text_that_cannot_be_made_ends_its_own_request(monkeypatch):
     prompts = prompts_of(5, 6)
     broken, other = (engine.add(p, GREEDY) for p in prompts)
     monkeypatch.setattr(broken.answers[0].stops, "feed", lambda *args: 1 / 0)  # at every call: at the end as well
-    deltas = []
-    while engine.has_work:
-        deltas += engine.step()
+    deltas = drain(engine)
     assert [d.request for d in deltas if d.finish_reason == "error"] == [broken]
     assert other.output().outputs[0].token_ids == expected("llama", prompts[1], GREEDY)
     assert_all_free(engine)
@@ -478,8 +485,7 @@ def test_a_prompt_that_cannot_be_scored_ends_its_own_request(monkeypatch):
         patch.setattr(engine.runner, "run", first_row_is_bad)
         deltas = engine.step()
     assert [d.request for d in deltas if d.finish_reason == "error"] == [scored] and scored.finished
-    while engine.has_work:
-        engine.step()
+    drain(engine)
     assert other.output().outputs[0].token_ids == expected("llama", prompts[1], GREEDY)
     assert_all_free(engine)
 
@@ -491,9 +497,7 @@ def test_an_end_is_told_though_the_step_fails_behind_it(monkeypatch, overlap):
     other = engine.add(prompts_of(6)[0], GREEDY)
     finish = engine.scheduler.finish
     monkeypatch.setattr(engine.scheduler, "finish", lambda seq: finish(seq) or seq.answer.request is other or 1 / 0)
-    deltas = []
-    while engine.has_work:
-        deltas += engine.step()
+    deltas = drain(engine)
     assert [(d.request, d.finish_reason) for d in deltas if d.finish_reason] == [(short, "length"), (other, "error")]
     assert short.finished and not engine.requests
 
@@ -521,10 +525,8 @@ def test_neither_trace_nor_speculator_can_end_a_request(monkeypatch):
     engine.trace = lambda line: 1 / 0
     monkeypatch.setattr(engine.speculator, "observe", lambda choice: 1 / 0)
     monkeypatch.setattr("sys.stderr", None)  # and nobody listens
-    request = engine.add(prompts_of(5)[0], GREEDY)
-    while engine.has_work:
-        engine.step()
-    assert request.output().outputs[0].token_ids == expected("llama", prompts_of(5)[0], GREEDY)
+    request, answer = answer_of(engine, prompts_of(5)[0], GREEDY)
+    assert answer.token_ids == expected("llama", prompts_of(5)[0], GREEDY)
     assert engine.trace is None and engine.speculator is None
     assert_all_free(engine)
 
@@ -541,8 +543,7 @@ def test_one_request_whose_row_fails_leaves_the_others(monkeypatch):
         ]
 
     monkeypatch.setattr(engine_module, "sample", sample_badly)
-    while engine.has_work:
-        engine.step()
+    drain(engine)
     outputs = [request.output().outputs[0] for request in requests]
     assert outputs[1].finish_reason == "error" and outputs[1].error == "row 1"
     for i in (0, 2):
@@ -563,8 +564,7 @@ def test_non_finite_logits_end_their_request_only():
     engine.runner.run = poisoned
     engine.step()
     engine.runner.run = healthy
-    while engine.has_work:
-        engine.step()
+    drain(engine)
     first, second = (request.output().outputs[0] for request in requests)
     assert first.finish_reason == "error" and "NaN" in first.error and first.token_ids == []
     assert second.token_ids == expected("llama", requests[1].prompt_ids, GREEDY)
@@ -599,10 +599,8 @@ def test_chunks_and_cached_prefixes_change_nothing(chunk):
     engine = make_engine(max_num_batched_tokens=chunk)
     wanted = expected("llama", prompt, GREEDY)
     for attempt in range(2):
-        request = engine.add(prompt, GREEDY)
-        while engine.has_work:
-            engine.step()
-        assert request.output().outputs[0].token_ids == wanted
+        request, answer = answer_of(engine, prompt, GREEDY)
+        assert answer.token_ids == wanted
         assert (request.num_cached_tokens > 0) == (attempt == 1)
 
 
@@ -621,10 +619,8 @@ def test_fully_cached_prompt_still_computes_a_token(cache, length):
     prompt = prompts_of(length)[0]
     engine = make_engine(prefix_cache=cache)
     for _ in range(2):
-        request = engine.add(prompt, GREEDY)
-        while engine.has_work:
-            engine.step()
-        assert request.output().outputs[0].token_ids == expected("llama", prompt, GREEDY)
+        request, answer = answer_of(engine, prompt, GREEDY)
+        assert answer.token_ids == expected("llama", prompt, GREEDY)
     assert request.num_cached_tokens == (length - 1) // 4 * 4 < length
 
 
@@ -643,8 +639,7 @@ def test_namespaces_do_not_share_prefixes():
         (1, 8),
     ):
         request = engine.add(prompt, GREEDY, namespace=namespace)
-        while engine.has_work:
-            engine.step()
+        drain(engine)
         assert request.num_cached_tokens == hit
 
 
@@ -654,10 +649,8 @@ def test_overwritten_prefix_is_not_found_again(cache):
     engine = make_engine(num_blocks=3, prefix_cache=cache)
     params = dataclasses.replace(GREEDY, max_tokens=3)
     for prompt in (a, b, a):
-        request = engine.add(prompt, params)
-        while engine.has_work:
-            engine.step()
-        assert request.output().outputs[0].token_ids == expected("llama", prompt, params)
+        request, answer = answer_of(engine, prompt, params)
+        assert answer.token_ids == expected("llama", prompt, params)
         assert request.num_cached_tokens == 0
 
 
@@ -670,11 +663,9 @@ def test_prompt_logprobs_are_those_of_a_cold_run():
     for warm in (False, True):
         if warm:  # now the prompt's blocks are cached
             engine.add(prompt, GREEDY)
-            while engine.has_work:
-                engine.step()
+            drain(engine)
         request = engine.add(prompt, params)
-        while engine.has_work:
-            engine.step()
+        drain(engine)
         scores = request.output().prompt_logprobs
         assert scores[0] is None and len(scores) == 33
         for p, score in enumerate(scores[1:]):
@@ -708,8 +699,7 @@ def test_no_limit_of_its_own_reaches_as_far_as_the_memory(length, width):
     engine = make_engine(block_size=4, num_blocks=4)  # 16 tokens, and a context of 64
     params = dataclasses.replace(GREEDY, max_tokens=None, **width)
     request = engine.add(list(range(5, 5 + length)), params)
-    while engine.has_work:
-        engine.step()
+    drain(engine)
     assert {(len(c.token_ids), c.finish_reason) for c in request.answers} == {(17 - length, "length")}
     assert_all_free(engine)
     for prompt, limit in ([5] * length, 18 - length), ([5] * 17, None):
@@ -717,7 +707,7 @@ def test_no_limit_of_its_own_reaches_as_far_as_the_memory(length, width):
             engine.add(prompt, dataclasses.replace(params, max_tokens=limit))
 
 
-def test_F26_prompt_length_limits():
+def test_prompt_length_limits():
     engine = make_engine()
     with pytest.raises(ValueError, match="empty"):
         engine.add([], GREEDY)
@@ -725,10 +715,7 @@ def test_F26_prompt_length_limits():
         with pytest.raises(ValueError, match=rf"{length} tokens.*64"):
             engine.add(prompts_of(length)[0], GREEDY)
     for limit in (1, None, 10_000):
-        request = engine.add(prompts_of(63)[0], dataclasses.replace(GREEDY, max_tokens=limit))
-        while engine.has_work:
-            engine.step()
-        answer = request.output().outputs[0]
+        request, answer = answer_of(engine, prompts_of(63)[0], dataclasses.replace(GREEDY, max_tokens=limit))
         assert len(answer.token_ids) == 1 and answer.finish_reason == "length"
     assert_all_free(engine)
 
