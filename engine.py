@@ -115,6 +115,7 @@ class Engine:
             request.search = BeamSearch(request, seq.answer)
             self._use(self.search_beams)
         if params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None]  # nothing predicts the first token
             self._use(self.score_prompts)
         self.requests[request.id] = request
         return request
@@ -196,7 +197,8 @@ class Engine:
         self.drafts.extend(self.scheduler.running)
         self.rows.clear()
         step = self.scheduler.schedule()
-        self.drafts.trim(step, self.scheduler)
+        if self.drafts.drafted:
+            self.drafts.trim(step, self.scheduler)
         if self.trace:
             try:
                 self.trace(step.describe())
@@ -205,29 +207,33 @@ class Engine:
                 self.trace = None
         return step
 
-    def run(self, step: Step, deltas: list[Delta], rows: list[range] | None = None, batch: Batch | None = None) -> None:
-        """Compute a planned step, which may be laid out already, and decide what follows."""
+    def run(self, step: Step, deltas: list[Delta], planned: tuple[Batch, list[Computed]] | None = None) -> None:
+        """Compute a step, which may be laid out already, and decide what follows."""
         if not step.entries:
             return
         try:
             self.kv.apply(step)
-            rows = rows_wanted(step) if rows is None else rows
-            logits = self.runner.run(self.lay_out(step, rows) if batch is None else batch)
+            batch, computed = self.lay_out(step) if planned is None else planned
+            logits = self.runner.run(batch)
             self.scheduler.computed(step)
-            computed, row = [], 0
-            for (seq, _), positions in zip(step.entries, rows, strict=True):
-                if positions:
-                    computed.append(Computed(seq.answer, positions, row, row + len(positions) - 1))
-                row += len(positions)
             for decide in self.deciders:
                 decide(computed, logits, deltas)
-            self.drafts.observe()
+            if self.drafts.drafted:
+                self.drafts.observe()
         except Exception as error:  # whatever went wrong, it went wrong for the requests of this step
             self.scheduler.fail(step)
             self.fail([seq.answer.request for seq, _ in step.entries], error, deltas)
 
-    def lay_out(self, step: Step, rows: list[range]) -> Batch:
-        return lay_out(step, rows, self.scheduler.block_size, self.model.norm.device)
+    def lay_out(self, step: Step, read_drafts: bool = True) -> tuple[Batch, list[Computed]]:
+        """The batch of a step, and who gets logits from it."""
+        rows, computed, row = [], [], 0
+        for seq, n in step.entries:
+            positions = seq.answer.rows_wanted(seq.num_computed + n, read_drafts)
+            rows.append(positions)
+            if positions:
+                computed.append(Computed(seq.answer, positions, row, row + len(positions) - 1))
+            row += len(positions)
+        return lay_out(step, rows, self.scheduler.block_size, self.model.norm.device), computed
 
     # -- who decides: each reads the rows of its own kind
 
@@ -358,19 +364,16 @@ class Engine:
         self.requests.pop(request.id, None)
 
 
-def rows_wanted(step: Step) -> list[range]:
-    """For each entry the positions whose logits are needed."""
-    return [seq.answer.rows_wanted(seq.num_computed + n) for seq, n in step.entries]
+# What `lay_out` makes of a step of two sequences, with pages of five tokens:
+#
+#     step       A: tokens 4..8, pages [7, 2]   B: token 9, pages [5, 1, 3]
+#     tokens     [ a4 a5 a6 a7 a8 | b9 ]        positions [ 4 5 6 7 8 | 9 ]
+#     slots      [ 39 10 11 12 13 |  9 ]        page of the position * 5 + offset in the page
+#     tables     [[7 2 0], [5 1 3]]             padded with block 0, which is never handed out
 
 
 def lay_out(step: Step, rows: list[range], block_size: int, device: torch.device | str) -> Batch:
-    """The tokens of a step as one flat run; `rows` are the positions of each entry whose logits are wanted.
-
-    step       A: tokens 4..8, pages [7, 2]   B: token 9, pages [5, 1, 3]            block size 5
-    tokens     [ a4 a5 a6 a7 a8 | b9 ]       positions [ 4 5 6 7 8 | 9 ]
-    slots      [ 39 10 11 12 13 |  9 ]       page of the position * 5 + offset in the page
-    tables     [[7 2 0], [5 1 3]]            padded with block 0, which is never handed out
-    """
+    """The tokens of a step as one flat run; `rows` are the positions of each entry whose logits are wanted."""
     tokens, positions, slots, starts, wanted, tables, lens = [], [], [], [0], [], [], []
     for (seq, n), rows_of_seq in zip(step.entries, rows, strict=True):
         start, end, table = seq.num_computed, seq.num_computed + n, seq.block_table
@@ -386,13 +389,14 @@ def lay_out(step: Step, rows: list[range], block_size: int, device: torch.device
     if len(tables) == 1:  # torch.compile takes a size of one for a constant, so an empty sequence pads the batch
         tables, lens, starts = [*tables, []], [*lens, 0], [*starts, *starts[-1:]]
     width = max(2, len(max(tables, key=len)))
-    padded = [table + [0] * (width - len(table)) for table in tables]
+    for s, table in enumerate(tables):
+        tables[s] = table + [0] * (width - len(table))
     flat = torch.tensor([tokens, positions, slots], device=device).unbind()  # int64 [T] each
     return Batch(
         tokens=flat[0],
         positions=flat[1],
         slot_mapping=flat[2],
-        block_tables=torch.tensor(padded, dtype=torch.int32, device=device),  # [S, width]
+        block_tables=torch.tensor(tables, dtype=torch.int32, device=device),  # [S, width]
         query_start=torch.tensor(starts, dtype=torch.int32, device=device),  # [S + 1]
         context_lens=torch.tensor(lens, dtype=torch.int32, device=device),  # [S]
         logit_rows=torch.tensor(wanted, dtype=torch.int64, device=device),  # [R]

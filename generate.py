@@ -170,8 +170,9 @@ class LLM:
         try:
             for prompt, p in zip(prompts, params, strict=True):
                 requests.append(self.add(prompt, p))
-            while not all(request.finished for request in requests):
-                self._step()
+            for request in requests:
+                while not request.finished:
+                    self._step()
         finally:  # refused halfway, or interrupted: nothing of this call stays behind
             for request in requests:
                 self.engine.abort(request)

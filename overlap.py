@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 
 import kernels
-from engine import Engine, rows_wanted
+from engine import Computed, Engine
 from model import Batch
 from request import Answer, Delta
 from sampling import Sampled
@@ -51,8 +51,7 @@ class NextStep:
     """A step planned behind one that is being computed, laid out with placeholders."""
 
     step: Step
-    rows: list[range]
-    batch: Batch
+    planned: tuple[Batch, list[Computed]]
     row_of: dict[Answer, int]  # the row of the batch that holds an answer's placeholder
 
 
@@ -72,7 +71,7 @@ class OverlapEngine(Engine):
             if not answers:
                 self.run(step, deltas)
                 return
-            self.launch(step, answers, self.lay_out(step, rows_wanted(step)))
+            self.launch(step, answers, self.lay_out(step)[0])
         flight = self.flight
         following = self.plan_next(flight)
         self.flight = None
@@ -86,14 +85,14 @@ class OverlapEngine(Engine):
             if answer.seq.num_draft and isinstance(result, Sampled):
                 answer.seq.tokens[-1] = result.token
                 if following is not None and answer in following.row_of:
-                    following.batch.tokens[following.row_of[answer]] = result.token
+                    following.planned[0].tokens[following.row_of[answer]] = result.token
         answers = plain_decodes(following.step) if following is not None else []
         if answers:
-            self.launch(following.step, answers, following.batch)
+            self.launch(following.step, answers, following.planned[0])
         for answer, result in results.items():
             self.accept(answer, result, deltas)
         if following is not None and not answers:  # a preempted sequence computes more than one token again
-            self.run(following.step, deltas, following.rows, following.batch)
+            self.run(following.step, deltas, following.planned)
 
     def discard(self) -> None:
         """Wait for a step that is on its way, and forget it: its memory is about to change hands."""
@@ -123,9 +122,7 @@ class OverlapEngine(Engine):
             end += n
             if seq.num_draft and n == seq.num_new:
                 row_of[seq.answer] = end - 1
-        ends = [(seq.num_computed + n, len(seq.tokens)) for seq, n in step.entries]
-        rows = [range(end - (end == known), end) for end, known in ends]  # a placeholder is no draft to check
-        return NextStep(step, rows, self.lay_out(step, rows), row_of)
+        return NextStep(step, self.lay_out(step, read_drafts=False), row_of)  # a placeholder is no draft to check
 
     def launch(self, step: Step, answers: list[Answer], batch: Batch) -> None:
         @torch.inference_mode()

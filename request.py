@@ -87,7 +87,7 @@ class Request:
     answers: list[Answer] = field(default_factory=list)
     search: Any = None  # the beam search that chooses this request's tokens (beam.py)
     seq: Sequence | None = None  # the one that computes the prompt
-    prompt_logprobs: list[Sampled | None] = field(default_factory=lambda: [None])  # nothing predicts the first token
+    prompt_logprobs: list[Sampled | None] | None = None  # of each prompt token, if asked for; of the first, None
     arrival: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
     finished_at: float | None = None
@@ -130,7 +130,7 @@ class Request:
             request_id=self.id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_ids,
-            prompt_logprobs=self.prompt_logprobs if self.params.prompt_logprobs is not None else None,
+            prompt_logprobs=self.prompt_logprobs,
             outputs=[answer.output(i) for i, answer in enumerate(answers[: self.params.n])],
             num_cached_tokens=self.num_cached_tokens,
             ttft_s=self.first_token and self.first_token - self.arrival,
@@ -149,7 +149,7 @@ class Answer:
         self.detokenizer = request.tokenizer.detokenizer(request.prompt_ids)
         if guide is not None:  # a structured text begins afresh, even where the prompt breaks off in a character
             self.detokenizer.finish()
-        self.stops = StopChecker(list(params.stop), params.include_stop_str_in_output)
+        self.stops = StopChecker(list(params.stop), params.include_stop_str_in_output) if params.stop else None
         self.text = ""
         self.logprobs: list[Sampled] = []
         self.cumulative_logprob = 0.0
@@ -171,15 +171,16 @@ class Answer:
         """A parallel answer that has decided nothing yet, or another beam with the same past."""
         return Answer(self.request, index, seq, self.sampler.fork(index), self.guide and self.guide.fork())
 
-    def rows_wanted(self, end: int) -> range:
+    def rows_wanted(self, end: int, read_drafts: bool = True) -> range:
         """The positions below `end`, computed in this step, whose logits are needed.
 
         These are the last known token, the draft behind it (a forced token is known without, unless it is scored), and
         what is left of a prompt to score.
         """
         seq, params = self.seq, self.request.params
-        read = 0 if self.forced and not params.scored else seq.num_draft
-        first = (end - 1 if end == len(seq.tokens) else end) - read
+        first = end - 1 if end == len(seq.tokens) else end
+        if seq.num_draft and read_drafts and (params.scored or not self.forced):
+            first -= seq.num_draft
         if params.prompt_logprobs is not None and self.index == 0:
             scored = len(self.request.prompt_logprobs) - 1  # rows used so far: row p scores token p + 1
             if scored < min(end, seq.num_prompt - 1):
@@ -205,32 +206,33 @@ class Answer:
             self.finish_reason = "stop"
         elif self.sampler.n_output >= request.max_tokens:
             self.finish_reason = "length"
-        return self._delta(piece, [sampled])
+        return self._delta(piece, sampled)
 
     def end(self, reason: str, error: str | None = None) -> Delta:
         """End without a token: aborted, failed, or nothing was to be generated."""
         self.finish_reason, self.error = reason, error
         try:
-            return self._delta("", [])
+            return self._delta("")
         except Exception:
             if error is None:
                 raise
             return Delta(self.request, self.index, "", [], [], reason, None, error)  # the text may be what went wrong
 
-    def _delta(self, piece: str, sampled: list[Sampled]) -> Delta:
+    def _delta(self, piece: str, sampled: Sampled | None = None) -> Delta:
         """Pass text through the stop checker; a stop string outranks a length that was reached in the same token."""
         ended = self.finish_reason is not None
         if ended:
             piece += self.detokenizer.finish()
-        armed = self.sampler.n_output >= self.request.params.min_tokens  # before that, a stop string is only text
-        piece, matched = self.stops.feed(piece, armed)
-        if matched is not None:
-            self.finish_reason, self.stop_reason = "stop", matched
-        elif ended:
-            piece += self.stops.flush()
+        if self.stops is not None:
+            armed = self.sampler.n_output >= self.request.params.min_tokens  # before that, a stop string is only text
+            piece, matched = self.stops.feed(piece, armed)
+            if matched is not None:
+                self.finish_reason, self.stop_reason = "stop", matched
+            elif ended:
+                piece += self.stops.flush()
         self.text += piece
-        tokens = [s.token for s in sampled]
-        return Delta(self.request, self.index, piece, tokens, sampled, self.finish_reason, self.stop_reason, self.error)
+        tokens, scores = ([], []) if sampled is None else ([sampled.token], [sampled])
+        return Delta(self.request, self.index, piece, tokens, scores, self.finish_reason, self.stop_reason, self.error)
 
     def output(self, index: int) -> CompletionOutput:
         params = self.request.params

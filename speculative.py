@@ -162,8 +162,6 @@ class Drafts:
 
     def trim(self, step: Step, scheduler: Scheduler) -> None:
         """What this step does not compute of a draft is forgotten: for want of budget or blocks, or preempted."""
-        if not self.drafted:
-            return
         scheduled = {seq: n for seq, n in step.entries}
         for answer in self.drafted:
             seq = answer.seq

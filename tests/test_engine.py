@@ -463,7 +463,8 @@ def test_a_text_that_cannot_be_made_ends_its_own_request(monkeypatch):
     engine = make_engine()
     prompts = prompts_of(5, 6)
     broken, other = (engine.add(p, GREEDY) for p in prompts)
-    monkeypatch.setattr(broken.answers[0].stops, "feed", lambda *args: 1 / 0)  # at every call: at the end as well
+    for name in ("add", "finish"):  # at every call: at the end as well
+        monkeypatch.setattr(broken.answers[0].detokenizer, name, lambda *args: 1 / 0)
     deltas = drain(engine)
     assert [d.request for d in deltas if d.finish_reason == "error"] == [broken]
     assert other.output().outputs[0].token_ids == expected("llama", prompts[1], GREEDY)
