@@ -12,8 +12,7 @@ The idea. Every row walks the same line of rules (`RULES`) on its own, and nothi
     weights  |     5     | 2 |1|        8        |       laid end to end, 16 in all
     token          0       1  2         3                u = 0.46 -> 0.46 * 16 = 7.36 -> token 2
 
-Weights are whole numbers: float64 adds them exactly, so no order of addition moves a border. u is a hash of (seed,
-answer, position): no generator is shared or rewound. Tokens rank by logit, ties go to the lower id.
+u is a hash of (seed, answer, position): no generator is shared or rewound. Ranks are by logit, ties go to the lower id.
 
 Sources: Holtzman et al. 2020 (top_p); Nguyen et al. 2024 (min_p); Meister et al. 2022 (arXiv:2202.00666, typical_p);
 Keskar et al. 2019 (repetition penalty); OpenAI's API reference; Salmon et al. 2011 (random numbers from counters).
@@ -40,8 +39,8 @@ from torch import Tensor
 import kernels
 from native import cpu as kernels_native
 
-# Weight of the likeliest token. 2**34 * 2**19 tokens = 2**53, up to which float64 adds whole numbers exactly: that
-# allows a vocabulary of 524,288. What weighs less than a half, 3e-11 of the likeliest, is never drawn.
+# Weight of the likeliest token. Weights are whole numbers, which float64 adds exactly up to 2**53 = 2**34 * 2**19 tokens:
+# no order of addition moves a border. What weighs less than a half, 3e-11 of the likeliest, is never drawn.
 FULL_WEIGHT = 2.0**34
 GREEDY_BELOW = 1e-5  # a temperature below this is 0, as in vLLM
 INF = math.inf
@@ -147,9 +146,8 @@ def _schema(name: str, value: str | dict, allowed: str) -> dict:
 class SamplingParams:
     """What one request asks for, checked and normalised at construction; ParameterError (a ValueError) names the field.
 
-    The metadata of a field tell a command line and a server all they need: "help", and "kind", which is real, integer,
-    switch (True or False), text, strings (one or a list), choice (a list of strings), ids (a list of integers), bias (a
-    dict of numbers) or schema (a dict, or its JSON text).
+    Metadata of a field, for command lines and servers: "help", and "kind", one of real, integer, switch (True or False),
+    text, strings (one or a list), choice (a list of strings), ids (a list of integers), bias (a dict of numbers), schema.
     """
 
     n: int = integer(1, 1, 128, "an integer from 1 to 128", "answers to the prompt")
@@ -247,8 +245,8 @@ class NoTokenLeft(ValueError):
 def uniform(seed: int, index: int, position: int, stream: int = 0) -> float:
     """A number in [0, 1), 53 bits of it, that depends on its arguments only.
 
-    position counts an answer's output tokens, index the answers of a request. Uses that must be independent of each
-    other at one position take different streams: 0 draws the token, others are for speculation's guesses and verdicts.
+    position counts an answer's output tokens, index the answers of a request. Stream 0 draws the token; what must be
+    independent of it at the same position (speculation's guesses and verdicts) takes another one.
     """
     digest = hashlib.blake2b(struct.pack("<Qqqq", seed % 2**64, index, position, stream), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
@@ -266,18 +264,19 @@ class SamplerState:
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], index=0, seed=None, eos_token_ids=()):
         """`seed` stands in when params.seed is None; without either, one is drawn. Answers of a request share it."""
         self.params, self.index, self.n_output = params, index, 0
-        self.seed = next(s for s in (params.seed, seed, secrets.randbits(63)) if s is not None)
+        seed = seed if params.seed is None else params.seed
+        self.seed = secrets.randbits(63) if seed is None else seed
         self.end_ids = [] if params.ignore_eos else list(eos_token_ids)  # EOS that is ignored ends nothing
-        changed = {f.name for f in fields(params) if getattr(params, f.name) != getattr(NEUTRAL, f.name)}
-        active = [rule for rule in RULES if not rule.options or changed.intersection(rule.options)]
-        self.logit_rules = [rule for rule in active if rule.changes == LOGITS]
-        self.filters = [rule for rule in active if rule.changes == WEIGHTS]
-        self.native = all(rule.native for rule in self.filters)
+        self.logit_rules, self.filters, self.native = [], [], True
+        for rule in RULES:
+            if not rule.options or any(getattr(params, name) != getattr(NEUTRAL, name) for name in rule.options):
+                (self.logit_rules if rule.changes == LOGITS else self.filters).append(rule)
+                self.native &= rule.native or rule.changes == LOGITS
         # Only the repetition penalty looks at the prompt; without it the prompt is not even read.
         seen = dict.fromkeys(prompt_ids if params.repetition_penalty != 1 else ())
         self.tokens, self.counts = array("q", seen), array("f", [0] * len(seen))
         self.slots = dict(zip(seen, range(len(seen)), strict=True))  # token -> its place in the two
-        self.counting = any("penalty" in name for name in changed)
+        self.counting = bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
 
     def uniform(self, stream: int = 0) -> float:
         """The random number of the next token of this answer (see `uniform`)."""
@@ -458,9 +457,11 @@ def argmax(logits: Tensor, rows: Sequence[int] | None = None) -> tuple[list[floa
     """Largest value and its lowest id, of each row of [R, V] or of those listed; a row with a NaN has NaN."""
     rows = range(len(logits)) if rows is None else rows
     if logits.device.type == "cpu":  # numpy's argmax is vectorised and copies no rows
-        table = logits.numpy()
-        ids = [int(table[r].argmax()) for r in rows]
-        return [float(table[r, i]) for r, i in zip(rows, ids, strict=True)], ids
+        table, best, ids = logits.numpy(), [], []
+        for r in rows:
+            ids.append(int(table[r].argmax()))
+            best.append(float(table[r, ids[-1]]))
+        return best, ids
     # In two stages, so that all threads of a GPU have something to do: the first best block, its first best token.
     blocks = logits[list(rows)].unflatten(1, (-1, math.gcd(logits.shape[1], 256)))  # [R, vocab / block, block]
     best, best_block = blocks.amax(-1).max(-1)  # [R]; amax and max carry NaN along
@@ -523,15 +524,14 @@ def sample(logits: Tensor, states: Sequence[SamplerState], masks=None, rows=None
     if not len(rows) == len(states) == len(masks):
         raise ValueError(f"{len(rows)} rows of logits, {len(states)} states, {len(masks)} masks: one of each per row")
     changed = [i for i, state in enumerate(states) if state.logit_rules or masks[i] is not None]
-    plain = [i for i in range(len(states)) if i not in changed]
-    chosen = dict(zip(plain, choose(raw, [rows[i] for i in plain], [states[i] for i in plain]), strict=True))
+    chosen = choose(raw, {i: r for i, r in enumerate(rows) if i not in changed}, states)
     raw_best: dict[int, float] = {}  # of the changed rows: a mask may hide what is not finite
     if changed:
         copies = raw[[rows[i] for i in changed]]  # [changed, V]
         raw_best = dict(zip(changed, argmax(copies)[0], strict=True))
         for row, i in zip(copies, changed, strict=True):
             constrain(row, states[i], masks[i])
-        chosen |= zip(changed, choose(copies, range(len(changed)), [states[i] for i in changed]), strict=True)
+        chosen |= choose(copies, {i: j for j, i in enumerate(changed)}, states)
     results: list[Sampled | ValueError] = []
     for i, (r, state) in enumerate(zip(rows, states, strict=True)):
         best, token = chosen[i]
@@ -541,27 +541,25 @@ def sample(logits: Tensor, states: Sequence[SamplerState], masks=None, rows=None
     return results
 
 
-def choose(table: Tensor, rows: Sequence[int], states: Sequence[SamplerState]) -> list[tuple[float, int]]:
-    """For each state the largest of its row of constrained logits [R, V], and its token.
+def choose(table: Tensor, rows: dict[int, int], states: Sequence[SamplerState]) -> dict[int, tuple[float, int]]:
+    """{i: (largest logit, next token)} of state i from row rows[i] of the table of constrained logits [R, V].
 
-    Rows are drawn one by one, so that no sum sees the batch; if the native kernel knows the filters, by the kernel, in
-    few passes. Its e^x has another last bit: a u within a millionth of a border may fall beside it. On one backend an
-    answer stays the same.
+    Each row is drawn on its own, so that no sum sees the batch: by the native kernel if it knows all its filters. Its e^x
+    has another last bit, so a u within a millionth of a border may fall beside it; on one backend an answer stays.
     """
-    best, tokens = argmax(table, rows)
+    chosen = dict(zip(rows, zip(*argmax(table, rows.values()), strict=True), strict=True))
     native = kernels.backend() == "native" and table.device.type == "cpu"
-    fused = []  # (i, what the kernel needs to know)
-    for i, state in enumerate(states):
-        p = state.params
-        if p.greedy or not math.isfinite(best[i]):
+    fused = {}  # i: what the kernel needs to know
+    for i, (best, _) in chosen.items():
+        state, p = states[i], states[i].params
+        if p.greedy or not math.isfinite(best):
             continue
         if native and state.native:
             top_k = min(p.top_k, table.shape[1])  # which may be a number that no float holds
-            fused.append((i, (best[i], p.temperature, p.min_p, top_k, p.top_p, state.uniform())))
+            fused[i] = (best, p.temperature, p.min_p, top_k, p.top_p, state.uniform())
         else:
-            tokens[i] = draw(weigh(table[rows[i]], best[i], state), state.uniform())
+            chosen[i] = best, draw(weigh(table[rows[i]], best, state), state.uniform())
     if fused:
-        drawn = kernels_native.draw(table, [rows[i] for i, _ in fused], [row for _, row in fused])
-        for (i, _), token in zip(fused, drawn, strict=True):
-            tokens[i] = token
-    return list(zip(best, tokens, strict=True))
+        drawn = kernels_native.draw(table, [rows[i] for i in fused], list(fused.values()))
+        chosen |= {i: (chosen[i][0], token) for i, token in zip(fused, drawn, strict=True)}
+    return chosen
