@@ -39,8 +39,8 @@ from torch import Tensor
 import kernels
 from native import cpu as kernels_native
 
-# Weight of the likeliest token. Weights are whole numbers, which float64 adds exactly up to 2**53 = 2**34 * 2**19 tokens:
-# no order of addition moves a border. What weighs less than a half, 3e-11 of the likeliest, is never drawn.
+# Weight of the likeliest token. Weights are whole numbers, which float64 adds exactly up to 2**53, that is 2**34 times
+# 2**19 tokens: no order of addition moves a border. Less than half a weight, 3e-11 of the likeliest, is never drawn.
 FULL_WEIGHT = 2.0**34
 GREEDY_BELOW = 1e-5  # a temperature below this is 0, as in vLLM
 INF = math.inf
@@ -146,8 +146,8 @@ def _schema(name: str, value: str | dict, allowed: str) -> dict:
 class SamplingParams:
     """What one request asks for, checked and normalised at construction; ParameterError (a ValueError) names the field.
 
-    Metadata of a field, for command lines and servers: "help", and "kind", one of real, integer, switch (True or False),
-    text, strings (one or a list), choice (a list of strings), ids (a list of integers), bias (a dict of numbers), schema.
+    A field's metadata, for command lines and servers: "help", and "kind": real, integer, switch (True or False), text,
+    strings (one or a list), choice (a list of strings), ids (a list of integers), bias (a dict of numbers) or schema.
     """
 
     n: int = integer(1, 1, 128, "an integer from 1 to 128", "answers to the prompt")
@@ -544,8 +544,8 @@ def sample(logits: Tensor, states: Sequence[SamplerState], masks=None, rows=None
 def choose(table: Tensor, rows: dict[int, int], states: Sequence[SamplerState]) -> dict[int, tuple[float, int]]:
     """{i: (largest logit, next token)} of state i from row rows[i] of the table of constrained logits [R, V].
 
-    Each row is drawn on its own, so that no sum sees the batch: by the native kernel if it knows all its filters. Its e^x
-    has another last bit, so a u within a millionth of a border may fall beside it; on one backend an answer stays.
+    Each row is drawn on its own, so that no sum sees the batch: by the native kernel if it knows all its filters. The
+    kernel's e^x has another last bit, so a u within a millionth of a border may give the token beside it.
     """
     chosen = dict(zip(rows, zip(*argmax(table, rows.values()), strict=True), strict=True))
     native = kernels.backend() == "native" and table.device.type == "cpu"

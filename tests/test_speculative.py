@@ -46,6 +46,7 @@ def surprise(counts: list[int], p: list[float]) -> float:
         {"temperature": 1.0, "top_p": 0.7},
         {"temperature": 1.4, "top_k": 3},
         {"temperature": 1.0, "min_p": 0.2},
+        {"temperature": 1.0, "typical_p": 0.7},
         {"temperature": 1.0, "repetition_penalty": 1.8, "frequency_penalty": 0.9, "presence_penalty": 0.4},
         {"temperature": 0.8, "top_p": 0.9, "top_k": 5, "min_p": 0.05, "logit_bias": {2: 1.5}},
     ),
@@ -107,14 +108,15 @@ def fixed_logits(engine, favourites: dict[int, float]):
     engine.runner.run = lambda batch: row.repeat(len(batch.logit_rows), 1)
 
 
-def test_rejection_through_the_engine_leaves_the_distribution_as_it_is():
+@pytest.mark.parametrize("fields", ({}, {"typical_p": 0.75}))
+def test_rejection_through_the_engine_leaves_the_distribution_as_it_is(fields):
     engine = make_engine(speculate="copy", rejection=True, num_blocks=2000, max_num_seqs=200)
     favourites = {10: 1.0, 11: 0.4, 12: 0.0, 13: -0.5, 14: 0.9, 15: -2.0}
     fixed_logits(engine, favourites)
     fixed_logits(engine.speculator.proposer, {10: -0.5, 11: 1.4, 12: 0.3, 13: 0.9, 14: -1.0, 16: 0.5})
-    p = torch.tensor(list(favourites.values())).softmax(0)
-    assert_drawn_from(engine, p.tolist())
-    overlap = 0.2 < engine.speculator.accepted / engine.speculator.drafted < 0.7
+    p = probabilities(torch.tensor(list(favourites.values())), SamplerState(SamplingParams(**fields), []))
+    assert_drawn_from(engine, p.tolist(), **fields)
+    overlap = 0.1 < engine.speculator.accepted / engine.speculator.drafted < 0.7
     assert overlap, engine.speculator.stats()
 
 
