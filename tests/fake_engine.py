@@ -113,6 +113,7 @@ class FakeEngine:
         assert step.num_tokens <= scheduler.max_num_batched_tokens and len(step.entries) <= scheduler.max_num_seqs
         for victim in step.preempted:
             assert any(seq.rank <= victim.rank for seq in scheduler.running), "preempted for nobody better"
+        assert all(len(blocks) == len(seq.host) for seq, blocks in step.swap_in), "swapped in, but not all of it"
         assert step.describe()
         if not fails:
             self.apply(step)

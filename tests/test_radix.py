@@ -242,6 +242,18 @@ def test_least_recently_used_leaves_go_first_from_the_end(kind):
     assert cache.evict(10) == 1 and pool.num_free == pool.total
 
 
+@pytest.mark.parametrize("kind", PREFIX_CACHES)
+def test_to_leave_a_path_is_to_use_it(kind):
+    pool = BlockPool(8, 1)
+    cache = PREFIX_CACHES[kind](pool)
+    for token in (1, 2):
+        keep(cache, [token], pool.allocate(1))
+    held = lock(cache, [1])
+    cache.match([2])
+    cache.unlock(held)
+    assert cache.evict(1) == 1 and cache.cached_length([1]) == 1 and cache.cached_length([2]) == 0
+
+
 def test_decoding_grows_one_leaf_and_a_branch_splits_it():
     pool = BlockPool(16, 2)
     cache = RadixCache(pool)
