@@ -35,14 +35,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from formats import gguf
-from formats.config import CheckpointError, ModelConfig, from_gguf, from_hf, tensor_shapes
+from formats.config import CheckpointError, ModelConfig
 from formats.download import REGISTRY, fetch, hub_folder
+from formats.families import ARCHITECTURES, from_gguf, from_hf, gguf_name, tensor_shapes
 
 __all__ = ["Checkpoint", "CheckpointError", "ModelConfig", "fetch", "open_checkpoint", "tensor_shapes"]
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 QUANT_KEY = "vitrine_quant"  # metadata entry of the safetensors files that quantize.py writes
-LEFTOVER = re.compile(r"(^|\.)rotary_emb\.inv_freq$|attn_rot_embd\.weight$")  # computed from the config, never loaded
+# Computed from the config, or read from GGUF into it, and never loaded:
+LEFTOVER = re.compile(r"(^|\.)rotary_emb\.inv_freq$|attn_rot_embd\.weight$|^rope_freqs\.weight$")
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "U8": "uint8", "I8": "int8"}
 
 
@@ -227,22 +229,7 @@ class FolderCheckpoint(Checkpoint):
 
 
 class GGUFCheckpoint(Checkpoint):
-    """A GGUF file of the llama, qwen2 or qwen3 architecture."""
-
-    NAMES = {
-        "attn_norm": "input_layernorm",
-        "ffn_norm": "post_attention_layernorm",
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "attn_q_norm": "self_attn.q_norm",
-        "attn_k_norm": "self_attn.k_norm",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-    }
-    OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+    """A GGUF file of one of the families that families.py knows under their GGUF names."""
 
     def __init__(self, path: Path):
         super().__init__(path)
@@ -253,35 +240,16 @@ class GGUFCheckpoint(Checkpoint):
         tensors = self.gguf.tensors
         self.config = from_gguf(self.gguf.metadata, {n: t.shape for n, t in tensors.items()}, str(path))
         dense = {t.kind for t in tensors.values() if len(t.shape) > 1} <= {"F32", "F16", "BF16"}
-        self.config = replace(
-            self.config,
-            dtype=DTYPES[tensors["token_embd.weight"].kind] if dense else "float32",
-            rope_scaling=self._rope_factors(),
-        )
-        self._names = {self._canonical(name): name for name in tensors if name != "rope_freqs.weight"}
-        self._shapes = self._check({ours: tensors[name].shape for ours, name in self._names.items()}, str(path))
-
-    def _canonical(self, name: str) -> str:
-        """blk.0.attn_q.weight -> model.layers.0.self_attn.q_proj.weight; a name of another pattern stays as it is."""
-        stem, _, kind = name.rpartition(".")
-        if stem in self.OUTER:
-            return f"{self.OUTER[stem]}.{kind}"
-        match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-        if match is None or match[2] not in self.NAMES:
-            return name
-        return f"model.layers.{match[1]}.{self.NAMES[match[2]]}.{kind}"
+        dtype = DTYPES[tensors["token_embd.weight"].kind] if dense else "float32"
+        self.config = replace(self.config, dtype=dtype, rope_scaling=self._rope_scaling())
+        self._names = {self._stored(name): name for name in tensor_shapes(self.config)}
+        self._shapes = self._check({self._names.get(name, name): t.shape for name, t in tensors.items()}, str(path))
 
     def _stored(self, name: str) -> str:
-        outer = {ours: theirs for theirs, ours in self.OUTER.items()}
-        inner = {ours: theirs for theirs, ours in self.NAMES.items()}
-        stem, _, kind = name.rpartition(".")
-        if stem in outer:
-            return f"{outer[stem]}.{kind}"
-        match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
-        return f"blk.{match[1]}.{inner[match[2]]}.{kind}" if match and match[2] in inner else name
+        return gguf_name(self.config, name)
 
-    def _rope_factors(self) -> dict | None:
-        """Llama 3.1's scaling, which converters write as a tensor of divisors, one for each rotary frequency."""
+    def _rope_scaling(self) -> dict | None:
+        """Llama 3.1's is in no key: converters write it as a tensor of divisors, one for each rotary frequency."""
         scaling = self.config.rope_scaling
         if "rope_freqs.weight" not in self.gguf.tensors:
             return scaling
@@ -300,26 +268,27 @@ class GGUFCheckpoint(Checkpoint):
     def _row_order(self, name: str) -> torch.Tensor | None:
         """Which stored row comes where: of each head, first the even rows, then the odd ones. None: as stored."""
         heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads}.get(name.split(".")[-2])
-        if heads is None or self.config.architecture != "llama":
+        if heads is None or not ARCHITECTURES[self.config.architecture].pairs_in_gguf:
             return None
         rows = torch.arange(self.shape(name)[0])
         return rows.view(heads, -1, 2).transpose(1, 2).flatten()  # [heads, d/2, 2] -> [heads, 2, d/2] -> [rows]
 
     def tensor(self, name: str) -> torch.Tensor:
-        stored, order = self._names[name], self._row_order(name)
-        dense = self.gguf.tensor(stored)
+        dense, order = self.gguf.tensor(self._stored(name)), self._row_order(name)
         if order is not None:
             dense = dense[order]
-        if order is not None or self.gguf.blocks(stored) is not None:
+        if self.config.norm_offset and "norm" in name:
+            dense = dense - self.config.norm_offset  # GGUF files hold the sum
+        if order is not None or self.gguf.blocks(self._stored(name)) is not None:
             self.release(name)  # a copy was made: its source need not stay resident
         return dense
 
     def blocks(self, name: str) -> gguf.Blocks | None:
-        blocks, order = self.gguf.blocks(self._names[name]), self._row_order(name)
+        blocks, order = self.gguf.blocks(self._stored(name)), self._row_order(name)
         return blocks if blocks is None or order is None else blocks.rows(order)
 
     def release(self, name: str) -> None:
-        self.gguf.release(self._names[name])
+        self.gguf.release(self._stored(name))
 
 
 # ---- reading files that may be anything ----

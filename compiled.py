@@ -30,7 +30,7 @@ from types import FunctionType
 import torch
 
 import kernels
-from model import Batch, DecoderLayer, Transformer, padding_batch
+from model import Batch, Transformer, padding_batch
 
 GPU_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -44,7 +44,7 @@ class ModelRunner:
     graphs_compiled = steps_captured = 0
     seconds = 0.0  # spent compiling and capturing
 
-    def __init__(self, model: Transformer, kv, run_layer: Callable = DecoderLayer.forward):
+    def __init__(self, model: Transformer, kv, run_layer: Callable = torch.nn.Module.__call__):
         self.model, self.kv, self.run_layer = model, kv, run_layer
         self.states: torch.Tensor | None = None
 
@@ -66,12 +66,12 @@ class CompiledRunner(ModelRunner):
         self.compile_graph = torch._dynamo.lookup_backend(backend)
         self.quiet = quiet
         # torch.compile keeps its graphs with the code object and allows it eight: each model gets its own copy of it.
-        source = DecoderLayer.forward
+        source = type(model.layers[0]).forward
         layer = FunctionType(source.__code__.replace(co_name=f"layer_{id(self)}"), source.__globals__)
         self.layer = torch.compile(layer, fullgraph=True, backend=self.compile)
         self.marked = set()  # kinds of step that have their graph; marking costs more than the call, so it is done once
 
-    def compiled_layer(self, layer: DecoderLayer, x: torch.Tensor, *inputs) -> torch.Tensor:
+    def compiled_layer(self, layer: torch.nn.Module, x: torch.Tensor, *inputs) -> torch.Tensor:
         kind = (x.shape[0] == 1, layer.window)
         if kind not in self.marked:
             self.marked.add(kind)

@@ -316,7 +316,7 @@ class LLM:
         if self.device.type == "cuda":  # the reference kernels read lengths back, which a graph cannot wait for
             return cuda_capture if kernels.backend() == "triton" else None
         native = kernels.backend() == "native" and has_kernels(model) and model.dtype == torch.float32
-        return tape_capture if native else None
+        return tape_capture if native and model.native_only else None
 
     def _warm_up(self) -> None:
         """Compile or capture now, not in the middle of the first answer. Other batch sizes wait for their first use."""

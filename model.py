@@ -1,7 +1,7 @@
 """One decoder-only transformer over a flat run of tokens.
 
-The problem. Llama, Mistral, Qwen2, Qwen3 and SmolLM2 are one architecture with a few switches, and a batch is seldom a
-rectangle: one request computes 300 prompt tokens while seven others compute one token each.
+The problem. Language models are variations of one architecture, and a batch is seldom a rectangle: one request computes
+300 prompt tokens while seven others compute one token each.
 
 The idea. Lay all tokens of a step end to end. Every linear layer and norm treats a token as a row and does not care
 whose it is, so nothing is padded. Only attention knows about sequences: it is given, for each of them, its rows, its
@@ -12,17 +12,17 @@ length and its pages (selective batching: Orca, Yu et al. 2022, section 4.2).
     positions   [ 0 1 2 3 4 | 9 | 31 ]         A is prefilling its prompt, B and C decode
     slots       where each row's key and value go in the paged cache
 
-A layer is six operations of kernels.py; residual additions, norms and the SiLU gate ride along inside the products:
+The common layer is six operations of kernels.py; additions, norms and the SiLU gate ride along inside the products:
 
     x ─┬─ norm·qkv ── rope + cache write ── attention ── o ─(+)─┬─ norm·gate,up·silu ── down ─(+)─ x
        └─────────────────────────────────────────────────┘     └──────────────────────────────┘
 
-Fused products hold their parts as rows under rows: qkv [(heads + 2 kv_heads) * head_dim, hidden] and gate_up
-[2 intermediate, hidden].
+Fusing is an option of each call (`norm`, `residual`), so a family that puts something between takes the same parts and
+leaves the option out: see `Gemma3Layer`. What a family's files say is in formats/families.py.
 
 Sources: Llama (arXiv:2302.13971, section 2.2), RoPE (arXiv:2104.09864, section 3.4.2), YaRN (arXiv:2309.00071, section
-3), Mistral's window (arXiv:2310.06825, section 2), Qwen3's q/k norm (arXiv:2505.09388, section 2).
-Left out: encoders, mixtures of experts, latent attention, dropout, gradients.
+3), Mistral's window (arXiv:2310.06825, section 2), Qwen3's q/k norm (arXiv:2505.09388, section 2), Gemma 3
+(arXiv:2503.19786, section 2). Left out: encoders, mixtures of experts, latent attention, dropout, gradients.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels  # noqa: F401  (registers the operations of torch.ops.vitrine)
@@ -74,9 +75,8 @@ def padding_batch(rows: int, device: str | torch.device, max_blocks: int = 2) ->
     )
 
 
-def inverse_frequencies(config) -> tuple[Tensor, float]:
-    """float64 [head_dim / 2]: the angle each rotated pair turns per position; and the factor on cosine and sine."""
-    dim, base, scaling = config.head_dim, config.rope_theta, config.rope_scaling
+def inverse_frequencies(dim: int, base: float, scaling: dict | None) -> tuple[Tensor, float]:
+    """float64 [dim / 2]: the angle each rotated pair turns per position; and the factor on cosine and sine."""
     plain = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     kind = scaling["rope_type"] if scaling else "default"
     if kind == "default":
@@ -93,69 +93,138 @@ def inverse_frequencies(config) -> tuple[Tensor, float]:
         blended = (1 - smooth) * plain / scaling["factor"] + smooth * plain
         scaled = torch.where(wavelength > context / low, plain / scaling["factor"], blended)
         return torch.where(wavelength < context / high, plain, scaled), 1.0
-    if kind == "yarn":
-        bounds = (
-            dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(base))
-            for rotations in (scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1)
-        )
-        low, high = bounds
-        if scaling.get("truncate", True):
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, dim - 1)
-        if low == high:
-            high += 0.001
-        ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
-        return plain / scaling["factor"] * ramp + plain * (1 - ramp), scaling["attention_factor"]
-    raise ValueError(f"rope_type {kind!r} is not supported; known are default, linear, llama3 and yarn")
+    assert kind == "yarn"
+    low, high = (
+        dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(base))
+        for rotations in (scaling["beta_fast"], scaling["beta_slow"])
+    )
+    if scaling["truncate"]:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / (high - low or 0.001)).clamp(0, 1)
+    return plain / scaling["factor"] * ramp + plain * (1 - ramp), scaling["attention_factor"]
 
 
-def rope_table(config, num_positions: int) -> Tensor:
+def rope_table(config, num_positions: int, layer: int = 0) -> Tensor:
     """float32 [num_positions, head_dim]: cosines in the first half of a row, sines in the second.
 
     Angles are computed in float64 and the table stays float32 whatever the model's dtype: at position 8,000 a bfloat16
     angle would be off by whole turns.
     """
-    freqs, factor = inverse_frequencies(config)
+    freqs, factor = inverse_frequencies(config.head_dim, *config.rope(layer))
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float64), freqs)
     return (torch.cat([angles.cos(), angles.sin()], dim=-1) * factor).float()
+
+
+@dataclass
+class LayerWeights:
+    """What a layer builds its parts from, named as transformers names them."""
+
+    ckpt: object
+    index: int
+    scheme: object  # of quantize.py, or None
+    dtype: torch.dtype
+
+    def linear(self, *names: str, bias: bool = False) -> nn.Module:
+        """One product: the rows of its weights under one another. x [T, K] -> [T, N]"""
+        stems = [f"model.layers.{self.index}.{name}" for name in names]
+        biases = [f"{stem}.bias" for stem in stems] if bias else None
+        return linear_from_checkpoint(self.ckpt, [f"{stem}.weight" for stem in stems], self.scheme, self.dtype, biases)
+
+    def norm(self, name: str) -> nn.Parameter:
+        return load_norm(self.ckpt, f"model.layers.{self.index}.{name}.weight", self.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over the paged cache: RMS norm of x, attention, + residual. x [T, hidden] -> the same."""
+
+    def __init__(self, config, weights: LayerWeights):
+        super().__init__()
+        self.num_heads, self.eps = config.num_heads, config.rms_norm_eps
+        self.scale = config.attn_scale or config.head_dim**-0.5
+        self.window = config.sliding_window[weights.index] or 0
+        qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        self.qkv = weights.linear(*qkv, bias=config.qkv_bias)
+        self.o = weights.linear("self_attn.o_proj", bias=config.o_bias)
+        self.q_norm = weights.norm("self_attn.q_norm") if config.qk_norm else None  # [head_dim]
+        self.k_norm = weights.norm("self_attn.k_norm") if config.qk_norm else None
+
+    def forward(
+        self, x, norm, residual,
+        positions, cos_sin, k_cache, v_cache, slot_mapping, block_tables, query_start, context_lens,
+    ):  # fmt: skip
+        qkv = self.qkv(x, norm_weight=norm, eps=self.eps)  # [T, (heads + 2 kv_heads) * head_dim]
+        q = ops.rope_write_kv(
+            qkv, positions, cos_sin, k_cache, v_cache, slot_mapping, self.num_heads, self.q_norm, self.k_norm, self.eps
+        )  # [T, heads, head_dim]
+        attended = ops.paged_attention(
+            q, k_cache, v_cache, block_tables, query_start, context_lens, self.scale, self.window
+        )
+        return self.o(attended.flatten(1), residual=residual)
+
+
+class MLP(nn.Module):
+    """RMS norm of x, silu(gate) * up, down, + residual. x [T, hidden] -> the same."""
+
+    def __init__(self, config, weights: LayerWeights):
+        super().__init__()
+        self.eps = config.rms_norm_eps
+        self.gate_up = weights.linear("mlp.gate_proj", "mlp.up_proj", bias=config.mlp_bias)
+        self.down = weights.linear("mlp.down_proj", bias=config.mlp_bias)
+
+    def forward(self, x, norm, residual):
+        h = self.gate_up(x, norm_weight=norm, eps=self.eps, silu_gate=True)  # [T, intermediate]
+        return self.down(h, residual=residual)
 
 
 class DecoderLayer(nn.Module):
     """Attention and MLP with their residual paths: x [T, hidden] -> [T, hidden]."""
 
-    def __init__(self, ckpt, index: int, scheme, dtype: torch.dtype):
+    native_only = True  # nothing but operations of kernels.py: a step may be recorded on the CPU, see compiled.py
+
+    def __init__(self, config, weights: LayerWeights):
         super().__init__()
-        config, prefix = ckpt.config, f"model.layers.{index}."
-        self.num_heads, self.head_dim, self.eps = config.num_heads, config.head_dim, config.rms_norm_eps
-        self.window = config.sliding_window[index] or 0
+        self.attention, self.mlp = Attention(config, weights), MLP(config, weights)
+        self.attn_norm = weights.norm("input_layernorm")
+        self.mlp_norm = weights.norm("post_attention_layernorm")
+        self.window = self.attention.window
 
-        def linear(bias: bool, *names: str) -> nn.Module:
-            weights = [f"{prefix}{name}.weight" for name in names]
-            biases = [f"{prefix}{name}.bias" for name in names] if bias else None
-            return linear_from_checkpoint(ckpt, weights, scheme, dtype, biases)
+    def forward(self, x, *step):
+        x = self.attention(x, self.attn_norm, x, *step)
+        return self.mlp(x, self.mlp_norm, x)
 
-        def norm(name: str) -> nn.Parameter:
-            return load_norm(ckpt, f"{prefix}{name}.weight", dtype)
 
-        attn = "self_attn."
-        self.qkv = linear(config.qkv_bias, attn + "q_proj", attn + "k_proj", attn + "v_proj")
-        self.o = linear(config.o_bias, attn + "o_proj")
-        self.gate_up = linear(config.mlp_bias, "mlp.gate_proj", "mlp.up_proj")
-        self.down = linear(config.mlp_bias, "mlp.down_proj")
-        self.attn_norm, self.mlp_norm = norm("input_layernorm"), norm("post_attention_layernorm")
-        self.q_norm = norm(attn + "q_norm") if config.qk_norm else None  # [head_dim]
-        self.k_norm = norm(attn + "k_norm") if config.qk_norm else None
+class GeluMLP(MLP):
+    def forward(self, x, norm, residual):
+        gate, up = self.gate_up(x, norm_weight=norm, eps=self.eps).chunk(2, dim=-1)  # [T, intermediate] each
+        return self.down(F.gelu(gate, approximate="tanh") * up, residual=residual)
 
-    def forward(self, x, positions, cos_sin, k_cache, v_cache, slot_mapping, block_tables, query_start, context_lens):
-        qkv = self.qkv(x, norm_weight=self.attn_norm, eps=self.eps)  # [T, (heads + 2 kv_heads) * head_dim]
-        q = ops.rope_write_kv(
-            qkv, positions, cos_sin, k_cache, v_cache, slot_mapping, self.num_heads, self.q_norm, self.k_norm, self.eps
-        )  # [T, heads, head_dim]
-        scale = self.head_dim**-0.5
-        attended = ops.paged_attention(q, k_cache, v_cache, block_tables, query_start, context_lens, scale, self.window)
-        x = self.o(attended.flatten(1), residual=x)
-        h = self.gate_up(x, norm_weight=self.mlp_norm, eps=self.eps, silu_gate=True)  # [T, intermediate]
-        return self.down(h, residual=x)
+
+class Gemma3Layer(nn.Module):
+    """Norms after attention and MLP as well as before, and a GELU gate."""
+
+    native_only = False
+
+    def __init__(self, config, weights: LayerWeights):
+        super().__init__()
+        self.attention, self.mlp = Attention(config, weights), GeluMLP(config, weights)
+        self.attn_norm, self.attn_post_norm = map(weights.norm, ("input_layernorm", "post_attention_layernorm"))
+        self.mlp_norm = weights.norm("pre_feedforward_layernorm")
+        self.mlp_post_norm = weights.norm("post_feedforward_layernorm")
+        self.window, self.eps = self.attention.window, config.rms_norm_eps
+
+    def forward(self, x, *step):
+        x = x + ops.rms_norm(self.attention(x, self.attn_norm, None, *step), self.attn_post_norm, self.eps)
+        return x + ops.rms_norm(self.mlp(x, self.mlp_norm, None), self.mlp_post_norm, self.eps)
+
+
+LAYERS = {
+    "llama": DecoderLayer,
+    "mistral": DecoderLayer,
+    "qwen2": DecoderLayer,
+    "qwen3": DecoderLayer,
+    "gemma3": Gemma3Layer,
+}
 
 
 class Transformer(nn.Module):
@@ -185,24 +254,34 @@ class Transformer(nn.Module):
         progress(1, total)
         self.layers = nn.ModuleList()
         for i in range(config.num_layers):
-            self.layers.append(DecoderLayer(ckpt, i, scheme, dtype).to(device))
+            weights = LayerWeights(ckpt, i, scheme, dtype)
+            self.layers.append(LAYERS[config.architecture](config, weights).to(device))
             progress(i + 2, total)
         self.norm = load_norm(ckpt, "model.norm.weight", dtype).to(device)
-        # A plain attribute: as a buffer, .to(bfloat16) would round the angles.
-        self.cos_sin = rope_table(config, max_model_len or config.max_position_embeddings).to(device)
-        self.run_layer = DecoderLayer.forward  # compiled.py may replace it
-        self.states: Tensor | None = None  # [R, hidden] of the last step: what its logits were made of
+        # Plain tensors: as buffers, .to(bfloat16) would round the angles. Layers that rotate alike share theirs.
+        self.cos_sin: list[Tensor] = []  # for each layer
+        ropes = [config.rope(i) for i in range(config.num_layers)]
+        for i, rope in enumerate(ropes):
+            shared = ropes.index(rope) < i
+            table = None if shared else rope_table(config, max_model_len or config.max_position_embeddings, i)
+            self.cos_sin.append(self.cos_sin[ropes.index(rope)] if shared else table.to(device))
+        self.embed_scale = torch.tensor(config.hidden_size**0.5, dtype=dtype).item() if config.scaled_embedding else 1
 
-    def hidden(self, batch: Batch, kv, run_layer: Callable = DecoderLayer.forward) -> Tensor:
-        """Run all layers, writing keys and values into `kv`; the last hidden states of the wanted rows [R, hidden]."""
+    def hidden(self, batch: Batch, kv, run_layer: Callable = nn.Module.__call__) -> Tensor:
+        """Run all layers, writing keys and values into `kv`; the last hidden states of the wanted rows [R, hidden].
+
+        `run_layer(layer, x, ...)` computes one layer.
+        """
         x = self.embed.lookup(batch.tokens).to(self.dtype)  # [T, hidden]
+        if self.embed_scale != 1:
+            x = x * self.embed_scale
         for i, layer in enumerate(self.layers):
             k_cache, v_cache = kv.layer(i)
             x = run_layer(
                 layer,
                 x,
                 batch.positions,
-                self.cos_sin,
+                self.cos_sin[i],
                 k_cache,
                 v_cache,
                 batch.slot_mapping,
@@ -217,10 +296,14 @@ class Transformer(nn.Module):
         """float32 logits [R, vocab] of hidden states [R, hidden]."""
         return self.head.logits(hidden).float()
 
-    def forward(self, batch: Batch, kv, run_layer: Callable | None = None) -> Tensor:
+    def forward(self, batch: Batch, kv) -> Tensor:
         """float32 logits [R, vocab] of the wanted rows."""
-        self.states = self.hidden(batch, kv, run_layer or self.run_layer)
-        return self.logits(self.states)
+        return self.logits(self.hidden(batch, kv))
+
+    @property
+    def native_only(self) -> bool:
+        """Whether a step is nothing but operations of kernels.py, and may be recorded on the CPU."""
+        return all(layer.native_only for layer in self.layers) and self.embed_scale == 1
 
     @property
     def head(self) -> Embedding:
@@ -240,9 +323,9 @@ class Transformer(nn.Module):
 
 def load_norm(ckpt, name: str, dtype: torch.dtype) -> nn.Parameter:
     """A copy, so that the checkpoint's pages can go."""
-    weight = nn.Parameter(ckpt.tensor(name).to(dtype, copy=True), requires_grad=False)
+    weight = ckpt.tensor(name).float() + ckpt.config.norm_offset
     ckpt.release(name)
-    return weight
+    return nn.Parameter(weight.to(dtype), requires_grad=False)
 
 
 def nbytes(module: nn.Module) -> int:

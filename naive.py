@@ -13,7 +13,8 @@ Rotary embeddings are written as complex rotations here and as real ones there, 
 as a walk over pages there.
 
 Sources: Llama (arXiv:2302.13971, section 2), RoPE (arXiv:2104.09864, section 3.2), position interpolation
-(arXiv:2306.15595), YaRN (arXiv:2309.00071, sections 3.2 to 3.4), grouped-query attention (arXiv:2305.13245).
+(arXiv:2306.15595), YaRN (arXiv:2309.00071, sections 3.2 to 3.4), grouped-query attention
+(arXiv:2305.13245), Gemma 3 (arXiv:2503.19786).
 Left out, deliberately: caches, batches, quantisation, any other number format than float32.
 """
 
@@ -23,11 +24,11 @@ from collections.abc import Callable
 import torch
 
 
-def inverse_frequencies(config) -> tuple[torch.Tensor, float]:
+def inverse_frequencies(head_dim: int, theta: float, scaling: dict | None) -> tuple[torch.Tensor, float]:
     """Angle per position of each of the head_dim / 2 rotating pairs [head_dim / 2], and a factor on their length."""
-    half = torch.arange(0, config.head_dim, 2, dtype=torch.float64)
-    freqs = config.rope_theta ** -(half / config.head_dim)
-    scaling = config.rope_scaling or {"rope_type": "default"}
+    half = torch.arange(0, head_dim, 2, dtype=torch.float64)
+    freqs = theta ** -(half / head_dim)
+    scaling = scaling or {"rope_type": "default"}
     kind, factor = scaling["rope_type"], scaling.get("factor", 1.0)
     if kind == "linear":
         return freqs / factor, 1.0
@@ -42,24 +43,20 @@ def inverse_frequencies(config) -> tuple[torch.Tensor, float]:
         original = scaling["original_max_position_embeddings"]
 
         def pair_that_turns(n):  # the (fractional) pair index that turns n times over the original context
-            return config.head_dim * math.log(original / (n * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+            return head_dim * math.log(original / (n * 2 * math.pi)) / (2 * math.log(theta))
 
-        first, last = pair_that_turns(scaling.get("beta_fast") or 32), pair_that_turns(scaling.get("beta_slow") or 1)
-        if scaling.get("truncate", True):
+        first, last = pair_that_turns(scaling["beta_fast"]), pair_that_turns(scaling["beta_slow"])
+        if scaling["truncate"]:
             first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, config.head_dim - 1)
+        first, last = max(first, 0), min(last, head_dim - 1)
         keep = 1 - ((half / 2 - first) / (last - first or 0.001)).clamp(0, 1)
         return freqs * (keep + (1 - keep) / factor), scaling["attention_factor"]
     return freqs, 1.0
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
-
-
-def rotate(x: torch.Tensor, config) -> torch.Tensor:
+def rotate(x: torch.Tensor, theta: float, scaling: dict | None) -> torch.Tensor:
     """Turn each pair (i, i + head_dim / 2) of x [T, heads, head_dim] by position times its frequency."""
-    freqs, length = inverse_frequencies(config)
+    freqs, length = inverse_frequencies(x.shape[2], theta, scaling)
     angles = torch.outer(torch.arange(x.shape[0], dtype=torch.float64), freqs)
     turn = torch.polar(torch.full_like(angles, length), angles).to(torch.complex64)[:, None]  # [T, 1, head_dim / 2]
     pairs = torch.complex(*x.chunk(2, dim=-1)) * turn
@@ -70,34 +67,47 @@ def forward(weights: dict[str, torch.Tensor], config, tokens: list[int]) -> torc
     """Logits [T, vocab] of all positions of one sequence. `weights`: float32 tensors by their Hugging Face names."""
     w = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
     T, heads, kv_heads, head_dim = len(tokens), config.num_heads, config.num_kv_heads, config.head_dim
+    gemma = config.architecture == "gemma3"
 
     def linear(x, name):
         y = x @ w[name + ".weight"].T
         return y + w[name + ".bias"] if name + ".bias" in w else y
 
+    def norm(x, name):
+        weight = w[name + ".weight"] + 1 if gemma else w[name + ".weight"]
+        return x / (x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * weight
+
+    def gated(gate):
+        return torch.nn.functional.gelu(gate, approximate="tanh") if gemma else torch.nn.functional.silu(gate)
+
     age = torch.arange(T)[:, None] - torch.arange(T)[None, :]  # [query, key]: how far back the key lies
     x = w["embed_tokens.weight"][torch.tensor(tokens)]  # [T, hidden]
+    if gemma:
+        x = x * math.sqrt(config.hidden_size)
     for i in range(config.num_layers):
         layer, window = f"layers.{i}.", config.sliding_window[i]
-        h = rms_norm(x, w[layer + "input_layernorm.weight"], config.rms_norm_eps)
+        h = norm(x, layer + "input_layernorm")
         q = linear(h, layer + "self_attn.q_proj").view(T, heads, head_dim)
         k = linear(h, layer + "self_attn.k_proj").view(T, kv_heads, head_dim)
         v = linear(h, layer + "self_attn.v_proj").view(T, kv_heads, head_dim)
         if config.qk_norm:
-            q = rms_norm(q, w[layer + "self_attn.q_norm.weight"], config.rms_norm_eps)
-            k = rms_norm(k, w[layer + "self_attn.k_norm.weight"], config.rms_norm_eps)
-        q, k = rotate(q, config), rotate(k, config)
+            q, k = norm(q, layer + "self_attn.q_norm"), norm(k, layer + "self_attn.k_norm")
+        if config.rope_local_theta and window:
+            q, k = (rotate(t, config.rope_local_theta, None) for t in (q, k))
+        else:
+            q, k = (rotate(t, config.rope_theta, config.rope_scaling) for t in (q, k))
         k, v = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))  # [T, heads, head_dim]
-        scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(head_dim)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * (config.attn_scale or 1 / math.sqrt(head_dim))
         hidden = (age < 0) | (age >= (window or T + 1))  # the future, and what the window has left behind
         probs = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        attended = torch.einsum("hqk,khd->qhd", probs, v).reshape(T, heads * head_dim)
-        x = x + linear(attended, layer + "self_attn.o_proj")
-        h = rms_norm(x, w[layer + "post_attention_layernorm.weight"], config.rms_norm_eps)
+        h = linear(torch.einsum("hqk,khd->qhd", probs, v).reshape(T, heads * head_dim), layer + "self_attn.o_proj")
+        x = x + (norm(h, layer + "post_attention_layernorm") if gemma else h)
+        h = norm(x, layer + ("pre_feedforward_layernorm" if gemma else "post_attention_layernorm"))
         gate, up = linear(h, layer + "mlp.gate_proj"), linear(h, layer + "mlp.up_proj")
-        x = x + linear(torch.nn.functional.silu(gate) * up, layer + "mlp.down_proj")
+        h = linear(gated(gate) * up, layer + "mlp.down_proj")
+        x = x + (norm(h, layer + "post_feedforward_layernorm") if gemma else h)
     head = w.get("lm_head.weight", w["embed_tokens.weight"])  # tied models read the embedding table backwards
-    return rms_norm(x, w["norm.weight"], config.rms_norm_eps) @ head.T
+    return norm(x, "norm") @ head.T
 
 
 def greedy(logits: torch.Tensor) -> int:

@@ -94,6 +94,8 @@ def hf_model(ckpt):
     scaling = dict(c.rope_scaling or {"rope_type": "default"})
     if scaling["rope_type"] == "llama3_factors":
         raise ValueError("transformers cannot take the rotary divisors of this GGUF file: use the original folder")
+    if c.architecture == "gemma3":
+        raise ValueError("a gemma3 cannot be compared with transformers: use another family, or another peer")
     name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[c.architecture]
     window = next((w for w in c.sliding_window if w), None)
     config = getattr(transformers, f"{name}Config")(

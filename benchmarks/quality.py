@@ -171,9 +171,11 @@ def profile_step(llm: LLM, batch: int, steps: int) -> dict[str, float]:
 def profile_kernels(llm: LLM, batch: int, context: int, repeats: int = 20) -> dict[str, tuple[float, float]]:
     """{kernel: (ms over all layers, GB/s of weights)} of a decode step; native kernels and quantised weights only."""
     model, config, ops = llm.model, llm.config, torch.ops.vitrine
-    rows = {name: torch.randn(batch, getattr(model.layers[0], name).in_features) for name in ("qkv", "o", "down")}
+    first = model.layers[0]
+    parts = {"qkv": first.attention.qkv, "o": first.attention.o, "down": first.mlp.down}
+    rows = {name: torch.randn(batch, part.in_features) for name, part in parts.items()}
     heads = torch.randn(batch, config.num_heads, config.head_dim)
-    qkv = torch.randn(batch, model.layers[0].qkv.out_features)
+    qkv = torch.randn(batch, first.attention.qkv.out_features)
     blocks = -(-context // llm.kv.block_size)
     tables = torch.arange(1, 1 + batch * blocks, dtype=torch.int32).view(batch, blocks) % llm.kv.num_blocks
     starts = torch.arange(batch + 1, dtype=torch.int32)
@@ -185,23 +187,23 @@ def profile_kernels(llm: LLM, batch: int, context: int, repeats: int = 20) -> di
     x, eps = rows["qkv"], config.rms_norm_eps
     head = model.embed if model.lm_head is None else model.lm_head
     work = {
-        "norm + qkv": lambda: [la.qkv(x, norm_weight=la.attn_norm, eps=eps) for la in model.layers],
+        "norm + qkv": lambda: [la.attention.qkv(x, norm_weight=la.attn_norm, eps=eps) for la in model.layers],
         "rope + cache write": lambda: [
-            ops.rope_write_kv(qkv, positions, model.cos_sin, k, v, slots, config.num_heads) for k, v in caches
+            ops.rope_write_kv(qkv, positions, model.cos_sin[0], k, v, slots, config.num_heads) for k, v in caches
         ],
         "attention": lambda: [ops.paged_attention(heads, k, v, tables, starts, lens, scale) for k, v in caches],
-        "o + residual": lambda: [la.o(rows["o"], residual=x) for la in model.layers],
+        "o + residual": lambda: [la.attention.o(rows["o"], residual=x) for la in model.layers],
         "norm + gate, up + silu": lambda: [
-            la.gate_up(x, norm_weight=la.mlp_norm, eps=eps, silu_gate=True) for la in model.layers
+            la.mlp.gate_up(x, norm_weight=la.mlp_norm, eps=eps, silu_gate=True) for la in model.layers
         ],
-        "down + residual": lambda: [la.down(rows["down"], residual=x) for la in model.layers],
+        "down + residual": lambda: [la.mlp.down(rows["down"], residual=x) for la in model.layers],
         "head": lambda: head.logits(x),
     }
     read = {
-        "norm + qkv": sum(layer.qkv.weight_bytes for layer in model.layers),
-        "o + residual": sum(layer.o.weight_bytes for layer in model.layers),
-        "norm + gate, up + silu": sum(layer.gate_up.weight_bytes for layer in model.layers),
-        "down + residual": sum(layer.down.weight_bytes for layer in model.layers),
+        "norm + qkv": sum(layer.attention.qkv.weight_bytes for layer in model.layers),
+        "o + residual": sum(layer.attention.o.weight_bytes for layer in model.layers),
+        "norm + gate, up + silu": sum(layer.mlp.gate_up.weight_bytes for layer in model.layers),
+        "down + residual": sum(layer.mlp.down.weight_bytes for layer in model.layers),
         "head": head.weight_bytes,
     }
     tapes = {}

@@ -35,7 +35,8 @@ import kernels
 from benchmarks.roofline import decode_floor, matrix_rate, prefill_floor, read_bandwidth
 from checkpoint import Checkpoint, open_checkpoint
 from formats.command_line import as_command, flag, given, refuse_unused, value_of
-from formats.config import ModelConfig, tensor_shapes
+from formats.config import ModelConfig
+from formats.families import tensor_shapes
 from generate import DTYPES
 from kv_paged import block_bytes, blocks_needed, free_memory, parse_memory
 from quantize import SCHEMES, TABLES, Scheme, parse_scheme, resolve_scheme, scheme_for

@@ -45,7 +45,7 @@ from safetensors import SafetensorError, safe_open
 
 from checkpoint import QUANT_KEY, Checkpoint, ModelConfig, open_checkpoint
 from formats.command_line import as_command
-from formats.config import from_hf
+from formats.families import from_hf
 from quantize import VERSION, Scheme, load_rows, parse_scheme, scheme_for
 from tokenizer import Tokenizer
 

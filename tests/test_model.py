@@ -50,8 +50,8 @@ def test_logits_equal_transformers(variant):  # noqa: F811
     torch.testing.assert_close(run(model, [tokens], [[len(tokens)]])[0], expected, atol=1e-4, rtol=1e-4)
 
 
-# GGUF has no key for an attention_factor, nor for a window on some layers only.
-IN_GGUF = [name for name in VARIANTS if name not in ("llama-yarn-factor-1", "qwen2-window")]
+# GGUF has no key for an attention_factor, for a window on some layers of a Qwen, nor for the scale of a Gemma.
+IN_GGUF = [name for name in VARIANTS if name not in ("llama-yarn-factor-1", "qwen2-window", "gemma3-scaled")]
 
 
 @pytest.mark.parametrize("variant", IN_GGUF, indirect=True)
@@ -94,7 +94,7 @@ def test_F49_rotary_table_stays_float32(tmp_path, dtype):
     for position in (1857, 8000):
         angles = position * freqs
         expected = torch.cat([angles.cos(), angles.sin()])
-        assert (model.cos_sin[position].double() - expected).abs().max() < 1e-6
+        assert (model.cos_sin[0][position].double() - expected).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)

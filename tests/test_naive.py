@@ -35,6 +35,18 @@ VARIANTS = {
     "qwen2": ("qwen2", {}),
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen3": ("qwen3", {}),
+    "gemma3": ("gemma3", {"tie_word_embeddings": True, "num_hidden_layers": 4}),
+    "gemma3-scaled": (
+        "gemma3",
+        {
+            "query_pre_attn_scalar": 24,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
 } | {
     f"llama-{name}": ("llama", {"rope_parameters": {"rope_theta": 10000.0, **scaling}})
     for name, scaling in SCALINGS.items()

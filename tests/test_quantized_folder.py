@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import quantize
 from checkpoint import open_checkpoint, tensor_shapes
 from formats import gguf, quantized_folder
-from formats.config import from_hf
+from formats.families import from_hf
 from formats.quantized_folder import WEIGHTS, save_quantized, write_weights
 from generate import LLM
 from model import Transformer

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1 (BOS) and 2 (EOS)
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -60,16 +60,19 @@ def hf_folder(
         eos_token_id=2,
         pad_token_id=None,
     )
-    if arch == "qwen3":
+    if arch in ("qwen3", "gemma3"):
         shape["head_dim"] = 32  # not hidden_size / heads, as in the real ones
-    names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-    config = getattr(transformers, names[arch] + "Config")(**(shape | overrides))
-    model = getattr(transformers, names[arch] + "ForCausalLM")(config).float().eval()
+    if arch == "gemma3":  # a window in the first of the two layers
+        shape |= {"sliding_window": 5, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32}
+    name = arch.capitalize()
+    config = getattr(transformers, name + ("TextConfig" if arch == "gemma3" else "Config"))(**(shape | overrides))
+    model = getattr(transformers, name + "ForCausalLM")(config).float().eval()
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):  # a tied head is listed once
             noise = torch.randn(parameter.shape, generator=draw) * (0.1 if "norm" in name else 0.3)
-            parameter.copy_(noise + 1 if "norm" in name else noise)
+            noise = noise + 1 if "norm" in name else noise
+            parameter.copy_(noise - 1 if "norm" in name and arch == "gemma3" else noise)  # Gemma computes with 1 + w
     path = Path(path)
     model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=max_shard_size)
     if tokenizer:
@@ -118,14 +121,21 @@ GGUF_NAMES = {
 }
 
 
-def gguf_name(name: str) -> str:
+GEMMA3_NAMES = GGUF_NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+def gguf_name(name: str, arch: str = "llama") -> str:
     """model.layers.0.self_attn.q_proj.weight -> blk.0.attn_q.weight"""
     outer = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     stem, _, kind = name.rpartition(".")
     if stem in outer:
         return f"{outer[stem]}.{kind}"
     layer, _, part = stem.removeprefix("model.layers.").partition(".")
-    return f"blk.{layer}.{GGUF_NAMES[part]}.{kind}"
+    return f"blk.{layer}.{(GEMMA3_NAMES if arch == 'gemma3' else GGUF_NAMES)[part]}.{kind}"
 
 
 def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -143,7 +153,7 @@ def gguf_file(hf_path: str | Path, out: str | Path, quant: str = "F32") -> Path:
 
     hf_path, out = Path(hf_path), Path(out)
     config = json.loads((hf_path / "config.json").read_text(encoding="utf-8"))
-    arch = "llama" if config["model_type"] == "mistral" else config["model_type"]
+    arch = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(str(out), arch)
     write_metadata(writer, gguf, config)
     if (hf_path / "tokenizer.json").exists():
@@ -156,8 +166,10 @@ def gguf_file(hf_path: str | Path, out: str | Path, quant: str = "F32") -> Path:
                 part = name.split(".")[-2]
                 if arch == "llama" and part in heads:
                     value = permute(value, heads[part])
+                if arch == "gemma3" and "norm" in name:
+                    value = value + 1
                 kind = gguf.GGMLQuantizationType[quant if value.ndim == 2 else "F32"]
-                writer.add_tensor(gguf_name(name), gguf.quants.quantize(value.numpy(), kind), raw_dtype=kind)
+                writer.add_tensor(gguf_name(name, arch), gguf.quants.quantize(value.numpy(), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -169,6 +181,7 @@ def write_metadata(writer, gguf, config: dict) -> None:
     """The hyperparameters, under the names llama.cpp gives them."""
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     rope = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
     writer.add_vocab_size(config["vocab_size"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -183,6 +196,9 @@ def write_metadata(writer, gguf, config: dict) -> None:
     writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
     if config["model_type"] == "mistral" and config["sliding_window"]:
         writer.add_sliding_window(config["sliding_window"])
+    if config["model_type"] == "gemma3_text":
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     kind = rope.get("rope_type", "default")
     if kind in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
