@@ -223,6 +223,7 @@ def workloads(draw):
             n=draw(st.sampled_from([1, 1, 1, 2, 3])),
             temperature=draw(st.sampled_from([0, 0, 0.7])),
             top_p=draw(st.sampled_from([1.0, 0.9])),
+            typical_p=draw(st.sampled_from([1.0, 1.0, 0.8])),
             seed=draw(st.integers(0, 3)),
             max_tokens=draw(st.integers(1, 10)),
             frequency_penalty=draw(st.sampled_from([0.0, 0.0, 0.5])),

@@ -76,7 +76,15 @@ def test_n_best_of_and_beams(server, client):
 
 def test_sampling_parameters_reach_the_engine(server, client):
     params = dict(temperature=0.7, top_p=0.9, presence_penalty=0.5, frequency_penalty=0.25, seed=11, max_tokens=12)
-    extra = dict(top_k=40, min_p=0.01, repetition_penalty=1.1, min_tokens=2, stop_token_ids=[300], ignore_eos=True)
+    extra = dict(
+        top_k=40,
+        min_p=0.01,
+        typical_p=0.95,
+        repetition_penalty=1.1,
+        min_tokens=2,
+        stop_token_ids=[300],
+        ignore_eos=True,
+    )
     bias = {"40": 3.0, "41": -100}
     answer = client.completions.create(model="tiny", prompt="a", logit_bias=bias, extra_body=extra, **params)
     assert answer.choices[0].text == direct(server, "a", logit_bias=bias, **params, **extra)
