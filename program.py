@@ -1,7 +1,7 @@
 """Programs over a model: text, holes to fill in, choices, and branches that share their trunk.
 
-The problem. An application seldom asks one question. It extracts fields one after the other, weighs three plans, votes,
-classifies a hundred lines by the same examples. As separate prompts all of that computes the same beginnings again.
+The problem. An application extracts fields one after the other, weighs three plans, classifies a hundred lines by the
+same examples. As separate prompts all of that computes the same beginnings again.
 
 The idea. A program is a text that grows. Strings are appended as they are, `gen` is a hole that the model fills in,
 `select` a hole that only certain texts fit. A fork copies the text so far; its keys and values are in the radix cache,
@@ -52,16 +52,13 @@ def select(name: str | None, candidates: Sequence[str]) -> Hole:
 
 
 class Program:
-    """A growing text and the values of its holes, beginning with a text or with a conversation to be answered.
-
-    prompt_tokens and cached_tokens count what its requests read, and how much of that the cache had.
-    """
+    """A growing text and the values of its holes, beginning with a text or with a conversation to be answered."""
 
     def __init__(self, llm: LLM, start: str | list[dict] = ""):
         self.llm, self.ids, self.text = llm, [], ""
         self.values: dict[str, Any] = {}
         self.pending: list[str | Hole] = []
-        self.prompt_tokens = self.cached_tokens = 0
+        self.prompt_tokens = self.cached_tokens = 0  # read by its requests, and of these already in the cache
         if isinstance(start, str):
             self._add_text(start)
         else:
@@ -102,8 +99,7 @@ class Program:
     def join(self, branches: Sequence[Program]) -> Program:
         """Run the branches together. Each hole that is theirs becomes a value of this program, the list of all."""
         run(branches)
-        names = dict.fromkeys(name for branch in branches for name in branch.values if name not in self.values)
-        for name in names:
+        for name in {name: None for branch in branches for name in branch.values if name not in self.values}:
             self.values[name] = [branch.values.get(name) for branch in branches]
         self.prompt_tokens += sum(branch.prompt_tokens for branch in branches)
         self.cached_tokens += sum(branch.cached_tokens for branch in branches)
@@ -116,8 +112,7 @@ class Program:
 
     def _next_hole(self) -> Hole | None:
         while self.pending:
-            part = self.pending.pop(0)
-            if isinstance(part, Hole):
+            if isinstance(part := self.pending.pop(0), Hole):
                 return part
             self._add_text(part)
         return None
@@ -134,42 +129,37 @@ class Program:
 
 
 class Work:
-    """A program with a hole that is being filled.
+    """A program with a hole that is being filled."""
 
-    `select` asks which text is likeliest: for each candidate the engine generates exactly that text (a choice of one:
-    all its tokens are forced, computed in one step and given their log-probabilities). The others wait for the first
-    candidate, since they will find the text before the hole in the cache.
-    """
+    # `select` asks which text is likeliest: for each candidate the engine generates exactly that text (a choice of one:
+    # all its tokens are forced, computed in one step and given their log-probabilities). The others wait for the first,
+    # since they will find the text before the hole in the cache.
 
     def __init__(self, program: Program, hole: Hole):
         self.program, self.hole = program, hole
         self.requests: list[Request] = []
-        self.waiting = list(hole.candidates)
-        if self.waiting:
-            self._score(self.waiting.pop(0))
-        else:
-            self._ask(hole.params)
+        scores = [  # with room for more tokens than the text can have
+            SamplingParams(choice=[text], max_tokens=4 * len(text.encode()) + 1, temperature=0, logprobs=0)
+            for text in dict.fromkeys(hole.candidates)
+        ]
+        first, *self.waiting = scores or [hole.params]
+        self._ask(first)
 
     def advance(self) -> bool:
         """Whether all answers are there; asks for what was waiting."""
         if not all(request.finished for request in self.requests):
             return False
-        waiting, self.waiting = self.waiting, []
-        for candidate in waiting:
-            self._score(candidate)
-        return not waiting
-
-    def _score(self, candidate: str) -> None:
-        length = 4 * len(candidate.encode()) + 1  # more tokens than the text can have
-        self._ask(SamplingParams(choice=[candidate], temperature=0, max_tokens=length, logprobs=0))
+        complete = not self.waiting
+        while self.waiting:
+            self._ask(self.waiting.pop(0))
+        return complete
 
     def _ask(self, params: SamplingParams) -> None:
         self.requests.append(self.program.llm.add(list(self.program.ids), params))
 
     def finish(self) -> None:
         program, answers = self.program, [request.output().outputs[0] for request in self.requests]
-        errors = [answer.error for answer in answers if answer.error is not None]
-        if errors:
+        if errors := [answer.error for answer in answers if answer.error is not None]:
             raise RuntimeError(f"a hole could not be filled in: {errors[0]}")
         program.prompt_tokens += sum(len(request.prompt_ids) for request in self.requests)
         program.cached_tokens += sum(request.num_cached_tokens for request in self.requests)
@@ -181,20 +171,18 @@ class Work:
 def run(programs: Sequence[Program]) -> None:
     """Fill in all holes of some programs over the same model, side by side."""
     work: list[Work] = []
-
-    def next_hole(program: Program) -> None:
-        if hole := program._next_hole():
-            work.append(Work(program, hole))
-
+    ready = list(programs)
     try:
-        for program in programs:
-            next_hole(program)
-        while work:
-            for item in [item for item in work if item.advance()]:
-                work.remove(item)
+        while ready or work:
+            for program in ready:
+                if hole := program._next_hole():
+                    work.append(Work(program, hole))
+            done = [item for item in work if item.advance()]
+            work = [item for item in work if item not in done]
+            for item in done:
                 item.finish()
-                next_hole(item.program)
-            if work:
+            ready = [item.program for item in done]
+            if work and not ready:
                 work[0].program.llm.engine.step()
     finally:
         for item in work:
