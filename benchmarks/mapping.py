@@ -3,7 +3,7 @@
 Problem. Reading a file of weights copies it from the page cache into memory of the process, and a second process makes
 another copy. Both copies count while the model is built, and neither is needed.
 
-Idea. Two children with one switch, driven over a pipe, and the system's figures for them (/proc: VmHWM is the peak,
+Idea. Two children with one switch, and the system's figures for them (/proc: VmHWM is the peak,
 RssAnon what is private, Pss what is shared divided by the number of those who share it):
 
     mapped   page cache [ file ] <── child 1, child 2 look at the same pages                 Pss: half the file each
@@ -17,11 +17,13 @@ Source: llama.cpp, which maps its files since 2023. Left out: cold page caches, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +32,6 @@ import torch
 from benchmarks.lab import Lab, Run, megabytes, middle, ratio
 from benchmarks.scheduling import Result
 from checkpoint import Checkpoint, open_checkpoint
-from generate import DTYPES
 from model import Transformer
 from quantize import set_activations
 
@@ -70,52 +71,39 @@ def look_at_all(ckpt: Checkpoint) -> list[torch.Tensor]:
     return tensors
 
 
-def serve_parent(model: str, whole: bool, quant: str | None, dtype: str) -> None:
-    """The child: does what the lines on stdin say ("memory", "open" or "load") and answers each with a line of JSON."""
+def child(model: str, read: bool, quant: str | None, load: bool) -> None:
+    """Open the checkpoint (and load the model), print the times and the memory as a line of JSON, hold it all."""
     torch.set_num_threads(1)
-    held = []
-    for line in sys.stdin:
-        answer = {}
-        if line.strip() != "memory":
-            began = time.perf_counter()
-            ckpt = open_checkpoint(model)
-            if whole:
-                read_whole(ckpt)
-            answer["open s"] = time.perf_counter() - began
-            if line.strip() == "load":
-                held.append(Transformer(ckpt, quant, DTYPES[dtype], max_model_len=512))
-                set_activations(held[-1], "int8")
-                answer |= {"ready s": time.perf_counter() - began, "peak": memory()["VmHWM"]}
-                answer["model"] = held[-1].weight_bytes
-            held += [ckpt, tensors := look_at_all(ckpt)]
-            answer["file"] = sum(tensor.nbytes for tensor in tensors)
-        print(json.dumps(answer | memory()), flush=True)
+    before, began = memory(), time.perf_counter()
+    ckpt = open_checkpoint(model)
+    if read:
+        read_whole(ckpt)
+    figures = {"before": before, "open s": time.perf_counter() - began}
+    if load:
+        transformer = Transformer(ckpt, quant, torch.float32, max_model_len=512)
+        set_activations(transformer, "int8")
+        figures |= {"ready s": time.perf_counter() - began, "peak": memory()["VmHWM"]}
+        figures["model"] = transformer.weight_bytes
+    tensors = look_at_all(ckpt)
+    figures |= {"file": sum(tensor.nbytes for tensor in tensors), "after": memory()}
+    print(json.dumps(figures), flush=True)
+    sys.stdin.read()  # until the parent ends this process
 
 
-class Child:
-    """A process of `serve_parent`."""
-
-    def __init__(self, *arguments):
-        command = [sys.executable, "-m", "benchmarks.mapping", json.dumps(arguments)]
-        environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.process.kill()  # it has nothing to put in order
-        self.process.communicate()
-
-    def ask(self, what: str) -> dict:
-        self.process.stdin.write(what + "\n")
-        self.process.stdin.flush()
-        answer = self.process.stdout.readline()
-        if not answer:
-            raise ValueError(f"a child that was to {what} the checkpoint ended; its error stands above")
-        return json.loads(answer)
+@contextlib.contextmanager
+def running_child(*arguments) -> Iterator[dict]:
+    """What a `child` found, while it still holds its memory."""
+    command = [sys.executable, "-m", "benchmarks.mapping", json.dumps(arguments)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        line = process.stdout.readline()
+        if not line:
+            raise ValueError("a child that was to open the checkpoint ended; its error stands above")
+        yield json.loads(line)
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def mapped_weights(lab: Lab) -> Result:
@@ -123,18 +111,14 @@ def mapped_weights(lab: Lab) -> Result:
     model, quant = str(lab.flags.get("model", "smollm2")), lab.flags.get("quant")
     sizes = {}
 
-    def side(whole: bool) -> Run:
-        with Child(model, whole, quant, "float32") as first, Child(model, whole, quant, "float32") as second:
-            before = first.ask("memory")
-            loaded = first.ask("load")
-            alone = second.ask("memory")
-            opened = second.ask("open")
+    def side(read: bool) -> Run:
+        with running_child(model, read, quant, True) as loaded, running_child(model, read, quant, False) as opened:
             sizes.update(file=loaded["file"], model=loaded["model"])
             clock = {key: loaded[key] for key in ("open s", "ready s")}
-            clock["MB at the peak"] = megabytes(loaded["peak"] - before["VmRSS"])
+            clock["MB at the peak"] = megabytes(loaded["peak"] - loaded["before"]["VmRSS"])
             for key, name in (("RssAnon", "private MB of the second"), ("Pss", "MB of the second, its share")):
-                clock[name] = megabytes(opened[key] - alone[key])
-            return Run({"MB copied": megabytes(loaded["file"]) if whole else 0.0}, clock)
+                clock[name] = megabytes(opened["after"][key] - opened["before"][key])
+            return Run({"MB copied": megabytes(loaded["file"]) if read else 0.0}, clock)
 
     sides = lab.alternate(side, {"whole": True, "mapped": False})
     a, b = sides["whole"], sides["mapped"]
@@ -150,4 +134,4 @@ def mapped_weights(lab: Lab) -> Result:
 
 
 if __name__ == "__main__":
-    serve_parent(*json.loads(sys.argv[1]))
+    child(*json.loads(sys.argv[1]))

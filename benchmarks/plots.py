@@ -275,22 +275,19 @@ def acceptance(data: dict, figure) -> str:
 
 def load(data: dict, figure) -> str:
     rates = [row["rate"] for row in data["rates"]]
-    for panel, (key, title) in zip(
-        figure.subplots(1, 2),
-        (("ttft_s", "time to first token, ms"), ("tpot_s", "time per later token, ms")),
-        strict=True,
-    ):
+    titles = {"ttft_s": "time to first token, ms", "tpot_s": "time per later token, ms"}
+    for panel, (key, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
         for q, colour, marker in (("p95", RED, "o"), ("p50", BLUE, "s")):
             values = [1e3 * (row[key][q] or 0) for row in data["rates"]]
             panel.plot(rates, values, color=colour, marker=marker)
             label(panel, q, (rates[-1], values[-1]), (6, 0), color=colour, va="center")
         panel.set(title=title, xlabel="requests a second", ylim=(0, None), xticks=rates)
         panel.margins(x=0.14)
-    first, last = data["rates"][0], data["rates"][-1]
+    ends = (data["rates"][0]["ttft_s"], data["rates"][-1]["ttft_s"])
+    (low50, low95), (high50, high95) = ((1e3 * ttft["p50"], 1e3 * ttft["p95"]) for ttft in ends)
     return (
-        f"Median TTFT {first['ttft_s']['p50'] * 1e3:,.0f} ms at {first['rate']:g} requests a second, "
-        f"{last['ttft_s']['p50'] * 1e3:,.0f} ms at {last['rate']:g}; 95 % come within "
-        f"{first['ttft_s']['p95'] * 1e3:,.0f} and {last['ttft_s']['p95'] * 1e3:,.0f} ms."
+        f"Median TTFT {low50:,.0f} ms at {rates[0]:g} requests a second, {high50:,.0f} ms at {rates[-1]:g}; 95 % come "
+        f"within {low95:,.0f} and {high95:,.0f} ms."
     )
 
 

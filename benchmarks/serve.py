@@ -7,26 +7,16 @@
     python bench.py serve --url http://127.0.0.1:8080 --json                              another server
 
 The problem. Tokens per second of a full batch say little about a service. Users wait for the first token, then read at
-the pace of the others; both depend on who else is there, and an average hides those who waited longest.
+the pace of the others; both depend on the load, and an average hides those who waited longest.
 
-The idea. Two ways of arriving, three kinds of traffic, and percentiles instead of means.
+The idea. Two ways of arriving, three kinds of traffic (plain, one shared beginning, conversations), percentiles.
 
-    closed loop   C clients, each sends its next request when the last has ended: finds the greatest throughput, but a
-                  slow server slows its own load down
-    Poisson       requests come at random, R a second, whether or not the last ones have been answered, as users do:
-                  finds the rate above which the queue grows without end
-
-    plain    every prompt is different          shared   one long beginning, many ends       turns   conversations
+    closed loop   C clients, each sends its next request when the last has ended: finds the greatest throughput
+    Poisson       R requests a second, answered or not, as users do: finds the rate above which the queue grows
 
 TTFT is from sending a request to its first token, TPOT the mean time of the tokens after it, inter-token the gap
-between two chunks as they arrive (the longest of them is a stall that a reader sees). Goodput counts the requests per
-second that kept both bounds: an answer that comes too late is worth nothing.
-
-A --peer (as in `bench.py versus`) decodes as many sequences as there are clients, at the same threads and lengths, in
-turn with the server (A B A B): its bare loop, beside answers that came over HTTP with their prompts computed.
-
-Source: Zhong et al., "DistServe" (OSDI 2024), section 2, for goodput. Left out: lengths and arrivals taken from traces
-of real services, which no longer fit one screen.
+between two chunks as they arrive. Goodput (Zhong et al., "DistServe", OSDI 2024, section 2) counts the requests per
+second within both bounds. A --peer decodes as many sequences as there are clients. Left out: traces of real services.
 """
 
 from __future__ import annotations
@@ -85,7 +75,7 @@ class Answer:
 
 
 async def ask(url: str, key: str | None, body: dict) -> Answer:
-    """Stream one chat completion, noting when each piece arrives."""
+    """Stream one chat completion, recording when each piece arrives."""
     target = urlsplit(url)
     content = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}).encode()
     head = f"POST {target.path.rstrip('/')}/v1/chat/completions HTTP/1.1\r\nHost: {target.netloc}\r\n"
@@ -116,16 +106,16 @@ async def read_answer(reader: asyncio.StreamReader, answer: Answer) -> None:
     if b" 200 " not in status:
         answer.error = status.decode("latin-1").strip() or "the connection was closed without an answer"
         return
-    held = b""
+    unread = b""
     while size := int(await reader.readline(), 16):
-        held += (await reader.readexactly(size + 2))[:-2]
-        *events, held = held.split(b"\n\n")
+        unread += (await reader.readexactly(size + 2))[:-2]
+        *events, unread = unread.split(b"\n\n")
         for event in events:
             if event.startswith(b"data: {"):
-                note(answer, json.loads(event[6:]))
+                record(answer, json.loads(event[6:]))
 
 
-def note(answer: Answer, event: dict) -> None:
+def record(answer: Answer, event: dict) -> None:
     if "error" in event:
         answer.error = event["error"]["message"]
     text = "".join(choice["delta"].get("content") or "" for choice in event.get("choices", []))
@@ -195,7 +185,7 @@ def summary(answers: list[Answer], seconds: float, ttft_bound: float, tpot_bound
     good = [a for a in answers if a.error is None]
     columns = {"ttft_s": [a.ttft for a in good], "tpot_s": [a.tpot for a in good if a.tpot is not None]}
     columns["inter_token_s"] = [gap for answer in good for gap in answer.gaps]
-    kept = [a for a in good if a.ttft <= ttft_bound and (a.tpot is None or a.tpot <= tpot_bound)]
+    within = [a for a in good if a.ttft <= ttft_bound and (a.tpot is None or a.tpot <= tpot_bound)]
     return {
         "requests": len(answers),
         "failed": len(answers) - len(good),
@@ -203,7 +193,7 @@ def summary(answers: list[Answer], seconds: float, ttft_bound: float, tpot_bound
         "seconds": seconds,
         "requests_s": len(good) / seconds,
         "tokens_s": sum(answer.tokens for answer in good) / seconds,
-        "goodput_s": len(kept) / seconds,
+        "goodput_s": len(within) / seconds,
         "ttft_bound_s": ttft_bound,
         "tpot_bound_s": tpot_bound,
     } | {name: {f"p{q}": percentile(values, q) for q in QUANTILES} for name, values in columns.items()}
@@ -340,11 +330,11 @@ def resident_bytes(url: str, key: str | None) -> int | None:
 
 def sweep(args: argparse.Namespace, url: str) -> dict:
     """{"rates": [the figures of each]}; no prompt comes twice, so that no rate finds the cache of another."""
-    found = []
+    rows = []
     for i, rate in enumerate(args.rates):
         print(f"{rate:g} requests a second ...", file=sys.stderr, flush=True)
-        found.append({"rate": rate} | measure(args, url, rate, i * args.requests)[0])
-    return {"rates": found}
+        rows.append({"rate": rate} | measure(args, url, rate, i * args.requests)[0])
+    return {"rates": rows}
 
 
 def beside(args: argparse.Namespace, url: str) -> dict:
@@ -417,13 +407,13 @@ def run(args: argparse.Namespace, engine_flags: list[str]) -> int:
 
 def wait_for_address(child: subprocess.Popen) -> str:
     """The address that a starting serve.py announces; its log is read on by a thread, so that it never blocks."""
-    said = []
+    log = []
     for line in child.stderr:
-        said.append(line)
+        log.append(line)
         if found := re.search(r"(http://\S+)/v1 serves", line):
             threading.Thread(target=child.stderr.read, daemon=True).start()
             return found[1]
-    raise ValueError(f"serve.py did not start: {''.join(said)[-500:].strip()}")
+    raise ValueError(f"serve.py did not start: {''.join(log)[-500:].strip()}")
 
 
 @as_command

@@ -1,5 +1,6 @@
 """Each mechanism's effect has the right sign in counted work, on a tiny random model; no test here reads a clock."""
 
+import io
 import json
 import re
 from dataclasses import replace
@@ -23,29 +24,10 @@ from drafting.budget import StepCost
 
 ROOT = Path(bench_claims.__file__).parent.parent
 SMALL = Sizes(
-    rounds=2,
-    trace_requests=60,
-    batch_requests=10,
-    seats=4,
-    answer_mean=10,
-    shared=64,
-    questions=3,
-    conversations=1,
-    turns=3,
-    turn=32,
-    branches=2,
-    unshared=40,
-    long_prompt=200,
-    budgets=(32, 64),
-    preempt_requests=4,
-    preempt_answer=48,
-    lpm_requests=60,
-    batches=(1, 3),
-    decoded=6,
-    text=60,
-    guessed=24,
-    records=2,
-)
+    rounds=2, trace_requests=60, batch_requests=10, seats=4, answer_mean=10, shared=64, questions=3, conversations=1,
+    turns=3, turn=32, branches=2, unshared=40, long_prompt=200, budgets=(32, 64), preempt_requests=4, preempt_answer=48,
+    lpm_requests=60, batches=(1, 3), decoded=6, text=60, guessed=24, records=2,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -120,11 +102,6 @@ def test_prefix_caches_save_exactly_the_tokens_they_find(rows, cache):
         assert first[0] == first[1] if workload == "no reuse" else first[0] < first[1]
         assert (cached["cached tokens"] > 0.3 * none["prompt tokens"]) == (workload != "no reuse")
     assert sides[f"no reuse, {cache}"]["cached tokens"] == 0
-
-
-def test_both_caches_find_the_same_prefixes(rows):
-    sides = counted(rows, "prefix-cache")
-    assert all(sides[f"{w}, hash"] == sides[f"{w}, radix"] for w in bench_scheduling.WORKLOADS)
 
 
 def test_chunks_bound_the_step_that_others_wait_for(rows):
@@ -251,12 +228,6 @@ def test_tensors_read_whole_are_the_file_s_in_other_memory(container, folder, tm
         assert all(whole.tensor(name) is whole.tensor(name) for name in whole.names())
 
 
-def test_memory_is_refused_by_name_where_the_system_keeps_no_such_books(monkeypatch):
-    monkeypatch.setattr(bench_mapping, "Path", lambda *parts: Path("/nowhere", *parts[1:]))
-    with pytest.raises(ValueError, match="read from /proc"):
-        bench_mapping.memory()
-
-
 def test_every_side_ran_every_round_and_every_row_has_all_its_fields(rows):
     for name, row in rows.items():
         rounds = 1 if name == "mmap" else SMALL.rounds  # its children take seconds to start
@@ -265,32 +236,6 @@ def test_every_side_ran_every_round_and_every_row_has_all_its_fields(rows):
         assert re.search(r"\d", row["floor"]), f"a floor is a figure: {row['floor']}"
         for side in row["sides"].values():
             assert side["counted"] and all(len(values) == rounds for values in side["clock"].values())
-
-
-MISSION = {  # every mechanism that is built, and the row that measures it
-    "prefill and decode told apart": "phases",
-    "paged KV, block table": "kv-memory",
-    "copy-on-write fork": "fork",
-    "continuous (in-flight) batching": "batching",
-    "selective batching": "selective-batching",
-    "chunked prefill": "chunked-prefill",
-    "preemption": "preemption",
-    "FCFS, priority, longest-prefix-match": "lpm",
-    "prefix cache by block hash, radix prefix cache": "prefix-cache",
-    "int8 / int4 weight-only": "quantisation",
-    "GGUF and K-quants": "gguf",
-    "memory-mapped weights": "mmap",
-    "compiled decode, captured graph": "compile",
-    "fused kernels": "kernels",
-    "overlap scheduling": "overlap",
-    "speculative decoding": "speculation",
-    "structured output": "structured",
-}
-
-
-def test_every_built_mechanism_has_its_row():
-    assert sorted(MISSION.values()) == sorted(CLAIMS)
-    assert len({claim.mechanism for claim in CLAIMS.values()}) == len(CLAIMS)
 
 
 def test_sides_are_run_in_turn():
@@ -328,12 +273,6 @@ def test_a_side_that_answers_otherwise_is_reported(monkeypatch, lab):
     row = measure(lab, "odd")
     assert row["same_answers"] is False
     assert "NOT the same" in as_text({"claims": {"odd": row}, "failed": {}})
-
-
-def test_answers_that_may_differ_are_not_compared(monkeypatch, lab):
-    monkeypatch.setitem(CLAIMS, "odd", claim_of(two_sides, alone="none: rounding differs"))
-    row = measure(lab, "odd")
-    assert row["same_answers"] is None and row["answers"] == "none: rounding differs"
 
 
 def test_engines_of_a_row_are_let_go_and_the_process_is_turned_back(lab):
@@ -483,27 +422,17 @@ def test_an_interruption_loses_only_the_running_row(folder, tmp_path, capsys, mo
     assert list(json.loads((tmp_path / "claims.json").read_text(encoding="utf-8"))["claims"]) == ["kv-memory"]
 
 
-def test_progress_says_what_runs_and_how_long_it_will_take(monkeypatch):
-    class Terminal(list):
-        def write(self, text):
-            self.append(text)
-
-        def flush(self):
-            pass
-
-        def isatty(self):
-            return True
-
+def test_progress_tells_what_runs_and_how_long_it_will_take(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    out = Terminal()
+    out = io.StringIO()
+    out.isatty = lambda: True
     progress = bench_claims.Progress(["lpm", "fork"], out)
     progress.tick("round 1, fcfs")
     progress.end("3 s")
     progress.tick("round 1, forks")
-    shown = "".join(out).split("\r")
-    assert "[----------] 0/2 lpm: round 1, fcfs | 0:00" in shown[1] and "to go" not in shown[1]
-    assert "[#####-----] 1/2 lpm: 3 s" in shown[2] and "to go" in shown[2]
-    assert "1/2 fork: round 1, forks" in shown[3]
+    _, first, second, third = out.getvalue().split("\r")
+    assert "[----------] 0/2 lpm: round 1, fcfs | 0:00" in first and "to go" not in first
+    assert "[#####-----] 1/2 lpm: 3 s" in second and "to go" in second and "1/2 fork: round 1, forks" in third
 
 
 def test_the_readme_block_is_replaced_and_nothing_else():

@@ -1,6 +1,7 @@
 """The peers compute the same model on the same prompts, and a comparison takes turns and names who failed."""
 
 import json
+import subprocess
 import sys
 from argparse import Namespace
 from types import SimpleNamespace
@@ -102,14 +103,15 @@ def test_versus_takes_turns_with_several(folder, tmp_path, capsys):
     log = tmp_path / "log"
     peer = tmp_path / "peer.py"
     peer.write_text(
-        f"import json\nopen({str(log)!r}, 'a').write('x')\n"
+        f"import json, sys\nopen({str(log)!r}, 'a').write(' '.join(sys.argv[1:]) + chr(10))\n"
         "print(json.dumps({'prefill_tok_s': [1.0], 'decode_tok_s': {'1': [2.0], '2': [4.0]}}))\n"
     )
     own = f"{sys.executable} {peer}"
     flags = ["--model", folder, "--num-blocks", "60", "--peer", "transformers", "--peer", own, "--peer", own, *SIZES]
     assert bench.main(["versus", *flags, "--rounds", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"prefill", "decode x1", "decode x2"} and log.read_text() == "xx"
+    assert set(found) == {"prefill", "decode x1", "decode x2"}
+    assert log.read_text().splitlines() == ["--prompt 20 --gen 3 --repeat 1 --threads 1 --batch 1 2"] * 2
     assert all(list(row["peers"]) == ["transformers", "peer", "peer (2)"] for row in found.values())
     row = found["decode x2"]
     assert row["peers"]["transformers"]["tok_s"] > 0
@@ -127,11 +129,18 @@ def test_versus_takes_turns_with_several(folder, tmp_path, capsys):
         (f"{sys.executable} -c 'print(5, 6)'", "printed no JSON line"),
     ],
 )
-def test_a_peer_that_cannot_run_is_named(peer, said, folder, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "medians", lambda figures: figures)
+def test_a_peer_that_cannot_run_is_named(peer, said, folder, capsys):
     flags = ["--model", folder, "--num-blocks", "60", "--peer", peer, *SIZES, "--rounds", "1"]
     assert bench.main(["versus", *flags]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_python_without_torch_can_run_a_peer():
+    """As the environment of llama.cpp: the script gets as far as the library it is for."""
+    code = "import runpy, sys; sys.modules['torch'] = sys.modules['llama_cpp'] = None; sys.argv[1:] = ['llama.cpp', "
+    code += f"'--model', 'm.gguf']; runpy.run_path({bench_peers.__file__!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2 and "has no llama_cpp: name the Python of its environment" in done.stderr
 
 
 def test_without_transformers_the_peer_says_what_to_install(folder, monkeypatch, capsys):

@@ -17,22 +17,10 @@ from benchmarks.plots import PICTURES
 ROOT = Path(__file__).resolve().parent.parent
 SVG = "{http://www.w3.org/2000/svg}"
 SMALL = Sizes(
-    trace_requests=200,
-    batch_requests=10,
-    hit_requests=120,
-    hit_blocks=(128, 512, 2048),
-    long_prompt=200,
-    prompt=40,
-    batches=(1, 2),
-    gen=4,
-    repeat=1,
-    drafts=(1, 3),
-    draft_gen=40,
-    rates=(20.0, 40.0),
-    load_requests=3,
-    load_gen=4,
+    trace_requests=200, batch_requests=10, hit_requests=120, hit_blocks=(128, 512, 2048), long_prompt=200, prompt=40,
+    batches=(1, 2), gen=4, repeat=1, drafts=(1, 3), draft_gen=40, rates=(20.0, 40.0), load_requests=3, load_gen=4,
     configurations=("float32", "int4"),
-)
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
