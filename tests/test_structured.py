@@ -261,6 +261,12 @@ def test_long_forced_runs_are_appended_in_parts():
         assert steps == 2000
 
 
+def test_a_run_that_is_cut_off_leaves_out_its_last_token(monkeypatch):
+    monkeypatch.setattr("structured.MAX_RUN", 3)
+    for shape in ({"regex": "(ab){3}"}, {"grammar": "start: /(ab){3}/"}):
+        assert forced_after("", **shape) == [b"ab"]  # of "aba"; what follows the last a is written with it
+
+
 # Whole answers
 
 SCHEMA = {
@@ -456,6 +462,7 @@ def test_a_grammar_that_fails_on_the_way_ends_its_own_request_alone(monkeypatch)
     monkeypatch.setattr(type(bad.guide), "commit", failing)
     while engine.has_work:
         engine.step()
-    assert bad.output().outputs[0].finish_reason == "error"
+    ended = bad.output().outputs[0]
+    assert ended.finish_reason == "error" and "the grammar cannot go on" in ended.error
     jsonschema.validate(json.loads(other.output().outputs[0].text), SCHEMA)
     assert_all_free(engine)
