@@ -45,7 +45,6 @@ FULL_WEIGHT = 2.0**34
 GREEDY_BELOW = 1e-5  # a temperature below this is 0, as in vLLM
 INF = math.inf
 LOGITS, WEIGHTS = "logits", "weights"  # what a rule changes
-LOGITS, WEIGHTS = "logits", "weights"  # what a rule changes
 
 
 class ParameterError(ValueError):
@@ -74,9 +73,8 @@ ALLOWED = {  # by kind
 
 def option(default: Any, kind: str, meaning: str, allowed: str = "", low: float = 0, high: float = INF) -> Any:
     """A field of SamplingParams. None is legal where `allowed` begins with it, numbers from low to high."""
-    allowed = allowed or ALLOWED[kind]
-    metadata = {"help": f"{meaning}; {allowed}", "kind": kind, "allowed": allowed, "low": low, "high": high}
-    return field(default=default, metadata=metadata)
+    rule = kind, allowed or ALLOWED[kind], low, high
+    return field(default=default, metadata={"kind": kind, "rule": rule, "help": f"{meaning}; {rule[1]}"})
 
 
 def integer(default: int | None, low: int, high: float, allowed: str, meaning: str) -> Any:
@@ -184,12 +182,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            value, rule = getattr(self, f.name), dict(f.metadata)
-            del rule["help"]
-            if value is None and rule["allowed"].startswith("None"):
-                value = {"strings": (), "ids": (), "bias": {}}.get(rule["kind"])
+            value, (kind, allowed, *limits) = getattr(self, f.name), f.metadata["rule"]
+            if value is None and allowed.startswith("None"):
+                value = {"strings": (), "ids": (), "bias": {}}.get(kind)
             else:
-                value = normal_form(f.name, value, **rule)
+                value = normal_form(f.name, value, kind, allowed, *limits)
             object.__setattr__(self, f.name, value)
         self._check_together()
 
@@ -203,16 +200,16 @@ class SamplingParams:
             problems.append(("min_tokens", f"at most max_tokens={self.max_tokens}"))
         if self.best_of is not None and self.best_of < self.n:
             problems.append(("best_of", f"None or an integer from n={self.n} to 128"))
+        if self.beam_width is not None and self.n > self.beam_width:
+            problems.append(("n", f"at most beam_width={self.beam_width}"))
         if self.beam_width is not None:
-            if self.n > self.beam_width:
-                problems.append(("n", f"at most beam_width={self.beam_width}"))
-            filters = {
+            off = {
                 name: (getattr(NEUTRAL, name),) for rule in RULES if rule.changes == WEIGHTS for name in rule.options
             }
-            for name, off in (filters | {"top_k": (0, -1), "best_of": (None,), "temperature": (0, 1)}).items():
-                if getattr(self, name) not in off:
-                    values = " or ".join(str(value).removesuffix(".0") for value in off)
-                    problems.append((name, f"{values} with beam_width: a beam search does not draw"))
+            off |= {"top_k": (0, -1), "best_of": (None,), "temperature": (0, 1)}
+            allowed = {name: " or ".join(str(value).removesuffix(".0") for value in off[name]) for name in off}
+            beams = "with beam_width: a beam search does not draw"
+            problems += [(name, f"{allowed[name]} {beams}") for name in off if getattr(self, name) not in off[name]]
         for name, allowed in problems[:1]:
             raise ParameterError(name, getattr(self, name), allowed)
 
