@@ -148,8 +148,35 @@ class Int4(Scheme):
         return {"qweight": q, "scales": scales, "mins": scales * -8 if blocks.kind == "Q4_0" else fp16[:, :, 1].clone()}
 
 
+class NormalFloat4(Scheme):
+    """NF4 of QLoRA (Dettmers et al. 2023, arXiv:2305.14314, appendix E): 16 values, each as likely as the next for
+    normally distributed weights, times the largest magnitude of the group. Without a kernel, so it saves only memory.
+
+    `qweight` as in `Int4`; `scales` float32 [N, groups].
+    """
+
+    bits = 4
+    VALUES = (
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
+        0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    )  # fmt: skip
+
+    def quantize(self, w: torch.Tensor) -> Parts:
+        groups, values = self.grouped(w), torch.tensor(self.VALUES)
+        scales = groups.abs().amax(dim=2).clamp_(min=LEAST)  # [n, groups]
+        q = torch.bucketize(groups / scales.unsqueeze(2), (values[1:] + values[:-1]) / 2)  # the nearest value
+        return {"qweight": pack_nibbles(q.flatten(1).to(torch.uint8)), "scales": scales}
+
+    def dequantize(self, parts: Parts, k: int) -> torch.Tensor:
+        values = torch.tensor(self.VALUES, device=parts["scales"].device)
+        w = values.index_select(0, unpack_nibbles(parts["qweight"]).flatten().int())
+        return (w.view(*parts["scales"].shape, -1) * parts["scales"].unsqueeze(2)).flatten(1)[:, :k]
+
+
 INT8, INT8_G32 = Int8("int8", 0), Int8("int8-g32", 32)
-SCHEMES = {s.name: s for s in (INT8, INT8_G32, Int4("int4", 32), Int4("int4-g64", 64), Int4("int4-g128", 128))}
+INT4, INT4_G64, INT4_G128 = Int4("int4", 32), Int4("int4-g64", 64), Int4("int4-g128", 128)
+SCHEMES = {s.name: s for s in (INT8, INT8_G32, INT4, INT4_G64, INT4_G128, NormalFloat4("nf4-g64", 64))}
 
 
 def parse_scheme(text: str | Scheme | None) -> Scheme | None:

@@ -156,9 +156,9 @@ def test_measuring_what_steps_cost_compiles_nothing_more(folder):
 def test_steps_are_captured_on_a_gpu_only_where_no_kernel_waits_for_it(folder, monkeypatch):
     llm = LLM(str(folder), kernels="reference", num_blocks=20)
     llm.device = torch.device("cuda")
-    assert llm._capture(llm.model, None) is None  # the reference attention asks how long the contexts are
+    assert llm._capture(llm.model) is None  # the reference attention asks how long the contexts are
     monkeypatch.setattr(kernels, "_backend", "triton")
-    assert llm._capture(llm.model, None) is cuda_capture
+    assert llm._capture(llm.model) is cuda_capture
 
 
 def test_without_a_cpp_compiler_layers_run_uncompiled_and_say_so(tmp_path, monkeypatch, capsys):

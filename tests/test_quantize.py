@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import quantize
 from formats import gguf
 from quantize import (
     INT8,
@@ -29,6 +30,7 @@ from quantize import (
 )
 
 ALL = list(SCHEMES.values())
+STEPS = [s for s in ALL if s.kernel]  # the schemes whose values are one step apart
 INT4 = SCHEMES["int4"]
 
 
@@ -98,7 +100,7 @@ def test_pack_and_unpack_are_inverse(n, blocks, seed):
     assert torch.equal(unpack_nibbles(pack_nibbles(q)), q)
 
 
-@pytest.mark.parametrize("scheme", ALL, ids=lambda s: s.name)
+@pytest.mark.parametrize("scheme", STEPS, ids=lambda s: s.name)
 @pytest.mark.parametrize("shape", [(1, 1), (5, 48), (16, 64), (33, 200)], ids=str)
 def test_stored_layout_and_layer_bytes_follow_the_formula(scheme, shape):
     n, k = shape
@@ -135,12 +137,22 @@ def weights(draw):
     return w
 
 
-@given(weights(), st.sampled_from(ALL))
+@given(weights(), st.sampled_from(STEPS))
 def test_every_weight_is_within_half_a_stored_step(w, scheme):
     assert_within_half_a_step(quantize_rows(w, scheme), w)
 
 
-@pytest.mark.parametrize("scheme", ALL[1:], ids=lambda s: s.name)
+@given(weights())
+def test_normal_float_4_takes_the_nearest_of_its_sixteen_values(w):
+    scheme = SCHEMES["nf4-g64"]
+    rows = quantize_rows(w, scheme)
+    largest = rows.parts["scales"].repeat_interleave(64, 1)[:, : w.shape[1], None]
+    values = torch.tensor(scheme.VALUES)  # [16]
+    least = (values * largest - w.unsqueeze(2)).abs().amin(2)
+    assert ((rows.dequantize() - w).abs() <= least + largest[..., 0] * 1e-6).all()
+
+
+@pytest.mark.parametrize("scheme", STEPS[1:], ids=lambda s: s.name)
 def test_padding_takes_no_part_in_a_group(scheme):
     """Weights far from zero: a padded zero would stretch the range of the last group."""
     last = scheme.group_size // 2
@@ -165,10 +177,13 @@ def test_quantising_in_chunks_changes_nothing(monkeypatch):
         rows = quantize_rows(w, scheme)
         assert torch.equal(rows.parts["qweight"], whole[scheme.name].parts["qweight"])
         assert torch.equal(rows.dequantize(), whole[scheme.name].dequantize())
-        assert torch.equal(quantised_layer(rows).packed, quantised_layer(whole[scheme.name]).packed)
+        for part, same in zip(
+            quantised_layer(rows).buffers(), quantised_layer(whole[scheme.name]).buffers(), strict=True
+        ):
+            assert torch.equal(part, same)
 
 
-@pytest.mark.parametrize("scheme", ALL, ids=lambda s: s.name)
+@pytest.mark.parametrize("scheme", STEPS, ids=lambda s: s.name)
 def test_F46_zero_points_at_both_ends_outliers_and_constants(scheme):
     """No zero point wraps around: groups that begin or end at zero, an outlier, a constant row, a zero row."""
     w = torch.linspace(0, 1, 128).repeat(6, 1)  # row 0: all >= 0, its zero is q = 0
@@ -208,7 +223,7 @@ def test_F46_damaged_blocks_are_refused_by_name():
 def test_weights_beyond_fp16_are_refused_where_scales_are_fp16(sign):
     w = torch.randn(3, 64)
     w[1, 5] = sign * 1e8
-    for scheme in ALL:
+    for scheme in STEPS:
         if scheme.group_size:
             with pytest.raises(ValueError, match=r"big\.weight.*1e\+08.*int8"):
                 quantize_rows(w, scheme, "big.weight")
@@ -345,6 +360,17 @@ def test_forward_is_the_product_with_the_dequantised_weight(scheme, k):
     gate, up = (normed @ w.T + layer.bias).chunk(2, dim=-1)
     expected = torch.nn.functional.silu(gate) * up + residual
     assert torch.allclose(layer(x, norm, 1e-5, residual, True), expected, atol=1e-3)
+
+
+def test_a_layer_without_a_kernel_dequantises_in_pieces(monkeypatch):
+    rows = quantize_rows(torch.randn(50, 96), SCHEMES["nf4-g64"])
+    layer, x, ids = quantised_layer(rows, torch.randn(50)), torch.randn(3, 96), torch.tensor([49, 0, 7])
+    product = layer(x)
+    monkeypatch.setattr(quantize.StoredLinear, "PIECE", 96 * 7)
+    torch.testing.assert_close(layer(x), product)
+    assert torch.equal(layer.lookup(ids), rows.dequantize()[ids])
+    assert layer.weight_bytes == 50 * (128 // 2 + 2 * 4 + 4) and not quantize.has_kernels(layer)
+    assert quantised_layer(rows)(x.bfloat16()).dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
