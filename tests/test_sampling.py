@@ -204,13 +204,8 @@ def test_a_rule_in_the_list_is_in_force_wherever_tokens_are_drawn(made_up, backe
         one = state([1], [2], seed=seed, stop="x", **fields)
         assert set(probabilities(row[0], one).nonzero().flatten().tolist()) <= allowed
         assert sample(row, [one])[0].token in allowed
-        answer = SimpleNamespace(
-            sampler=one,
-            request=SimpleNamespace(params=one.params),
-            guess_probs=[q],
-            num_guessed=1,
-            seq=SimpleNamespace(num_draft=1),
-        )
+        draft = dict(guess_probs=[q], num_guessed=1, seq=SimpleNamespace(num_draft=1))
+        answer = SimpleNamespace(sampler=one, request=SimpleNamespace(params=one.params), **draft)
         assert verdict(answer, row[0], sampling.draw(q, one.uniform(3)), None).token in allowed
 
 
