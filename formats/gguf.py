@@ -10,24 +10,17 @@ file is mapped, not read: the operating system brings in the pages that are touc
     +--------+---------+-----------+--------+--------------------+-----------------------+- - -+------------------+
       4        4         8           8                             `at` counts from here ------>^
 
-Fewer bits a weight: neighbouring weights of a row form a block that shares a scale d, and perhaps a minimum m.
-Each weight keeps only a small integer q (fp16 scales; bits a weight in brackets):
+Fewer bits a weight: neighbouring weights of a row form a block with a scale d and perhaps a minimum m (fp16); each
+weight keeps a small integer q. In brackets: bits a weight.
 
-    blocks of 32     Q4_0 [4.5] d, 32 x 4 bits     w = d (q - 8)        Q8_0 [8.5] d, 32 x 8 bits, signed     w = d q
-                     Q4_1 [5.0] d, m, 32 x 4 bits  w = d q + m          Q5_0 [5.5], Q5_1 [6.0] the same with a fifth
-                                                                        bit per weight kept apart, offset 16
-    super-blocks     Q2_K [2.625], Q4_K [4.5], Q5_K [5.5]: the scales and minima of sub-blocks are themselves
-    of 256           quantised (4 or 6 bits) with one d and one dmin for all:   w = d sc q - dmin mn
-                     Q3_K [3.4375], Q6_K [6.5625]: sub-blocks of 16, scales only:  w = d sc (q - 4), w = d sc (q - 32)
+    blocks of 32    Q4_0 [4.5]  w = d (q - 8)    Q4_1 [5]  w = d q + m    Q5_0 [5.5], Q5_1 [6]  with a fifth bit kept
+                    apart    Q8_0 [8.5]  w = d q, signed
+    of 256          Q2_K [2.625], Q4_K [4.5], Q5_K [5.5]: sub-blocks whose scales and minima are themselves quantised:
+                    w = d sc q - dmin mn    Q3_K [3.4375], Q6_K [6.5625]: scales only: w = d sc (q - 4 or 32)
 
-    a Q4_0 block, 18 bytes:   | d: fp16 | w16:w0 | w17:w1 | ... | w31:w15 |     byte i: w_i low, w_(i+16) high nibble
-
-A file called "Q4_K_M" is a mixture, not a format: most matrices are Q4_K (a super-block of 144 bytes: d, dmin, eight
-6-bit scales and minima, 256 4-bit weights), while those that suffer most from rounding (the output head, half of the
-attn_v and ffn_down matrices) are Q6_K. That is why it averages about 4.8 bits a weight and not 4.5.
-
-A file from elsewhere is not trusted: every length, count and offset is compared with the bytes that are there before
-anything is allocated or touched, since a read past the end of a mapped file kills the process (SIGBUS).
+A file called "Q4_K_M" is a mixture: most matrices are Q4_K, those that suffer most from rounding (the head, half of
+attn_v and ffn_down) Q6_K. A file from elsewhere is not trusted: every length, count and offset is compared with the
+bytes that are there before anything is touched, since a read past the end of a mapped file kills the process (SIGBUS).
 
 Source: the GGUF specification and block layouts of ggml (github.com/ggml-org/ggml, docs/gguf.md, ggml-common.h).
 Left out: writing, big-endian files, split files, importance-matrix (IQ), ternary and MXFP4 blocks.
@@ -40,6 +33,7 @@ import mmap
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -207,16 +201,12 @@ def split(blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | No
     scale = data[:, :2].contiguous().view(torch.float16).view(per_block)
     if blocks.kind == "Q8_0":
         return data[:, 2:].contiguous().view(torch.int8).view(blocks.shape), scale, None
-    if blocks.kind == "Q4_1":
-        return _nibbles(data[:, 4:], blocks.shape), scale, data[:, 2:4].contiguous().view(torch.float16).view(per_block)
     minimum = scale * -8
-    if bool((minimum.isinf() & scale.isfinite()).any()):
+    if blocks.kind == "Q4_1":
+        minimum = data[:, 2:4].contiguous().view(torch.float16).view(per_block)
+    elif bool((minimum.isinf() & scale.isfinite()).any()):
         raise ValueError("A Q4_0 scale above 8188 has no fp16 minimum; load this matrix through dequantize().")
-    return _nibbles(data[:, 2:], blocks.shape), scale, minimum
-
-
-def _nibbles(packed: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    return fields(packed, 16, (0, 4), 15).view(shape)
+    return fields(data[:, -16:], 16, (0, 4), 15).view(blocks.shape), scale, minimum
 
 
 # ---- the container ----
@@ -243,10 +233,8 @@ class Cursor:
 
     def need(self, count: int, what: str) -> None:
         if count > self.size - self.at:
-            raise GGUFError(
-                f"{self.path}: {what} needs {count} bytes at offset {self.at}, but the file ends at {self.size}: "
-                f"truncated or damaged, fetch it again."
-            )
+            cause = f"{what} needs {count} bytes at offset {self.at}, but the file ends at {self.size}"
+            raise GGUFError(f"{self.path}: {cause}: truncated or damaged, fetch it again.")
 
     def numbers(self, code: str, count: int, what: str) -> tuple:
         size = struct.calcsize("<" + code)
@@ -334,17 +322,18 @@ class File:
         table: dict[str, TensorInfo] = {}
         for name, kind, shape, offset in entries:
             nbytes = math.prod(shape) // KINDS[kind].weights * KINDS[kind].bytes
+            end, tensor = start + offset + nbytes, f"{self.path}: tensor {name!r} {list(shape)} ({kind})"
             if offset % align:
-                raise GGUFError(f"{self.path}: tensor {name!r} starts at {offset}, not a multiple of {align}: damaged.")
-            if start + offset + nbytes > cursor.size:
-                raise GGUFError(
-                    f"{self.path}: tensor {name!r} {list(shape)} ({kind}) ends at byte {start + offset + nbytes}, but "
-                    f"the file has {cursor.size}: truncated or damaged, fetch it again."
-                )
+                raise GGUFError(f"{tensor} starts at {offset}, not a multiple of {align}: damaged.")
+            if end > cursor.size:
+                raise GGUFError(f"{tensor} ends at byte {end} of {cursor.size}: truncated or damaged, fetch it again.")
             if name in table:
                 raise GGUFError(f"{self.path}: tensor {name!r} is listed twice: the file is damaged.")
             table[name] = TensorInfo(name, kind, shape, start + offset, nbytes)
-        self._refuse_overlaps(table)
+        # Two tensors on the same bytes are a damaged table, which would otherwise load as fluent noise.
+        for a, b in pairwise(sorted(table.values(), key=lambda t: t.offset)):
+            if a.offset + a.nbytes > b.offset:
+                raise GGUFError(f"{self.path}: tensors {a.name!r} and {b.name!r} overlap: the file is damaged.")
         return table
 
     def _read_entry(self, cursor: Cursor) -> tuple[str, str, tuple[int, ...], int]:
@@ -356,24 +345,15 @@ class File:
         number = cursor.number("I", f"tensor {name!r}")
         if number not in KIND_OF_NUMBER:
             known = UNREADABLE.get(number, f"unknown type {number}")
-            raise GGUFError(
-                f"{self.path}: tensor {name!r} is stored as {known}. Supported: {', '.join(KINDS)}. "
-                f"Use a file in one of these formats."
-            )
+            use = f"Supported: {', '.join(KINDS)}. Use a file in one of these formats."
+            raise GGUFError(f"{self.path}: tensor {name!r} is stored as {known}. {use}")
         kind = KIND_OF_NUMBER[number]
         if 0 in dims or dims[0] % KINDS[kind].weights:
+            blocks = f"{kind} (blocks of {KINDS[kind].weights})"
             raise GGUFError(
-                f"{self.path}: tensor {name!r} has shape {list(dims)}, which {kind} (blocks of {KINDS[kind].weights}) "
-                f"cannot have: the file is damaged."
+                f"{self.path}: tensor {name!r} has shape {list(dims)}, which {blocks} cannot have: damaged."
             )
         return name, kind, tuple(reversed(dims)), cursor.number("Q", f"tensor {name!r}")
-
-    def _refuse_overlaps(self, table: dict[str, TensorInfo]) -> None:
-        """Two tensors on the same bytes are a damaged table, which would otherwise load as fluent noise."""
-        in_order = sorted(table.values(), key=lambda t: t.offset)
-        for a, b in zip(in_order, in_order[1:], strict=False):
-            if a.offset + a.nbytes > b.offset:
-                raise GGUFError(f"{self.path}: tensors {a.name!r} and {b.name!r} overlap: the file is damaged.")
 
     def raw(self, name: str) -> torch.Tensor:
         """The tensor's bytes, a view of the mapping: [nbytes] uint8."""

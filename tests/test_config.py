@@ -123,6 +123,10 @@ def test_F48_yarn_without_an_original_length_or_a_factor():
         ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 1}, "must exceed"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"full_attention": {"rope_type": "default"}}, "one set for all layers"),
+        ({"rope_theta": 0}, "rope_theta is 0"),
+        ({"type": "yarn", "factor": 2.0, "beta_fast": 0}, "beta_fast is 0"),
+        ({"type": "yarn", "factor": 2.0, "mscale": "1", "mscale_all_dim": 1}, "mscale is '1'"),
+        (0, "rope_scaling is 0"),
     ],
 )
 def test_F48_rope_settings_that_are_not_computed_are_refused(rope, words):
@@ -267,6 +271,14 @@ def test_dtype_under_old_and_new_keys(key):
         ({"num_attention_heads": True}, "num_attention_heads is True"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
         ({"num_key_value_heads": 3}, "cannot share 3"),
+        ({"rope_theta": 0}, "rope_theta is 0"),
+        ({"model_type": "gemma3"}, "'gemma3'"),
+        ({"model_type": "gemma3_text", "hidden_act": "silu"}, "hidden_act is 'silu'"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+        ({"model_type": "gemma3_text", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
+        ({"model_type": "gemma3_text", "rope_local_base_freq": 0}, "rope_theta is 0"),
+        ({"model_type": "gemma3_text", "rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "'yarn'"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
         ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 0}, "sliding_window is 0"),
         ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "layer_types"),
@@ -312,6 +324,21 @@ def test_gguf_metadata():
     pattern = {"llama__attention__sliding_window": 8, "llama__attention__sliding_window_pattern": [True, False]}
     assert from_gguf(**pattern).sliding_window == (8, None)
     assert from_gguf(tokenizer__ggml__eot_token_id=7, tokenizer__ggml__eom_token_id=2).eos_token_ids == (2, 7)
+
+
+def test_gguf_metadata_of_gemma3():
+    metadata = {key.replace("llama.", "gemma3."): value for key, value in GGUF.items()}
+    metadata |= {"general.architecture": "gemma3", "gemma3.attention.sliding_window": 8, "gemma3.block_count": 7}
+    shapes = {"token_embd.weight": (320, 64)}
+    c = families.from_gguf(metadata, shapes, "m.gguf")
+    assert c.sliding_window == (8,) * 5 + (None, 8) and c.attn_scale is None  # every sixth layer sees all
+    assert (c.rope(0), c.rope(5)) == ((10000.0, None), (10000.0, None))
+    more = {"gemma3.rope.freq_base": 1e6, "gemma3.rope.scaling.factor": 8.0, "gemma3.block_count": 62}
+    c = families.from_gguf(metadata | more, shapes, "m.gguf")
+    assert (c.rope(0), c.rope(5)) == ((10000.0, None), (1e6, {"rope_type": "linear", "factor": 8.0}))
+    assert c.attn_scale == (64 / 4) ** -0.5  # only the 27B model has 62 layers
+    with pytest.raises(CheckpointError, match="softcapping"):
+        families.from_gguf(metadata | {"gemma3.attn_logit_softcapping": 50.0}, shapes, "m.gguf")
 
 
 def test_gguf_rope_scaling():

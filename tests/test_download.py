@@ -114,7 +114,7 @@ def test_an_interrupted_fetch_leaves_nothing_behind(wheel, tmp_path, monkeypatch
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(download, "_copy", interrupted)
+    monkeypatch.setattr(download.shutil, "copyfileobj", interrupted)
     with pytest.raises(KeyboardInterrupt):
         fetch("tiny")
     assert list((tmp_path / "cache").iterdir()) == []

@@ -9,8 +9,10 @@ from test_naive import SCALINGS, VARIANTS, oracle_logits, variant, weights_of  #
 
 import naive
 from checkpoint import open_checkpoint
+from generate import LLM
 from kv_paged import KVCache
 from model import Batch, Transformer, rope_table
+from sampling import SamplingParams
 
 BLOCK = 4
 
@@ -133,3 +135,18 @@ def test_F44_tied_model_quantises_and_keeps_one_table(tmp_path, quant):
     got, expected = run(model, [tokens], [[20]])[0], oracle_logits(folder, tokens)
     similarity = torch.nn.functional.cosine_similarity(got, expected).mean()
     assert similarity > (0.99 if quant == "int8" else 0.8)
+
+
+@pytest.mark.parametrize("options", [{}, {"compile": True}, {"quant": "int8", "compile": True}], ids=str)
+def test_gemma3_answers_as_the_reference_does(tmp_path, options):
+    folder = tiny.hf_folder(tmp_path / "m", "gemma3")
+    ckpt, prompt = open_checkpoint(folder), list(range(5, 25))
+    llm = LLM(model=str(folder), num_blocks=40, threads=1, **options)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    assert llm.stats()["steps_captured"] == 0  # a recorded step would leave out what is not an operation of ours
+    output = llm.generate([prompt], params)[0].outputs[0]
+    weights = weights_of(ckpt)
+    if "quant" in options:  # then the tokens of the reference with these very weights are not at hand
+        assert output.token_ids[0] == naive.generate(weights, ckpt.config, prompt, 1)[0]
+    else:
+        assert output.token_ids == naive.generate(weights, ckpt.config, prompt, 12)
