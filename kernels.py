@@ -124,13 +124,15 @@ def paged_attention(
     context_lens: Tensor,
     scale: float,
     window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Causal attention of a flat run of query rows over paged keys and values -> [T, heads, head_dim].
 
     q [T, heads, head_dim]; caches [num_blocks, kv_heads, block_size, head_dim]; block_tables int32 [S, max_blocks];
     query_start int32 [S + 1], sequence s owns rows query_start[s]:query_start[s + 1], the last tokens of its
     context_lens[s] (int32 [S], this step's included). A query at position p sees keys j <= p, and with `window` > 0
-    only j > p - window. Rows that belong to no sequence are padding and come back as zeros.
+    only j > p - window. With `softcap` > 0 (Gemma 2) a score s becomes softcap * tanh(s / softcap).
+    Rows that belong to no sequence are padding and come back as zeros.
     """
     out = torch.zeros_like(q)
     _, kv_heads, _, head_dim = k_cache.shape
@@ -143,6 +145,8 @@ def paged_attention(
         keys, values = (_gather_context(c, block_tables[s], length) for c in (k_cache, v_cache))
         query = q[rows].float().view(n, kv_heads, -1, head_dim)  # [n, kv_heads, group, head_dim]
         scores = torch.einsum("nhgd,hjd->hgnj", query, keys) * scale
+        if softcap > 0:
+            scores = softcap * torch.tanh(scores / softcap)
         position = torch.arange(length - n, length, device=q.device)[:, None]  # [n, 1]
         j = torch.arange(length, device=q.device)[None]  # [1, context]
         hidden = j > position

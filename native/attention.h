@@ -103,6 +103,12 @@ inline void weigh(const float (*weights)[KEYS], const T* const* v, Range range, 
     for (int r = 0; r < R; r++) for (int i = 0; i < V; i++) store(acc[r] + d + i * LANES, sum[r][i]);
 }
 
+// softcap * tanh(score / softcap), by tanh z = 1 - 2 / (e^2z + 1).
+inline vf capped(vf score, float softcap) {
+    const vf e = exp(mul(score, splat(2 / softcap)));
+    return mul(splat(softcap), sub(splat(1.0f), div(splat(2.0f), add(e, splat(1.0f)))));
+}
+
 // What a tile leaves behind for one row: [m, l, -, ... | padded_dim values].
 constexpr int HEADER = 16;
 
@@ -132,6 +138,7 @@ void tile_rows(const Attention& p, const float* const* q, const T* const* k, con
     for (int r = 0; r < R; r++) {
         acc[r] = out[r] + HEADER;
         float* w = weights[r];
+        if (p.softcap > 0) for (int j = 0; j < KEYS; j += LANES) store(w + j, capped(load(w + j), p.softcap));
         hide(w, seen[r], -INFINITY);
         vf top = load(w), sum = splat(0.0f);
         for (int j = LANES; j < KEYS; j += LANES) top = max(top, load(w + j));

@@ -42,7 +42,7 @@ ATTENTION = Operation("Attention", """
     const int32_t *block_tables, *query_start, *context_lens;  // [S, max_blocks], [S + 1], [S]
     float* out;  // [rows, heads, head_dim]
     int64_t rows, sequences, max_blocks, heads, kv_heads, num_blocks, block_size, head_dim, window;
-    float scale;
+    float scale, softcap;  // softcap 0: none
 """)  # fmt: skip
 LINEAR = Operation("Linear", """
     int64_t bits;
@@ -118,7 +118,9 @@ def rope_write_kv(
     return q.to(qkv.dtype)
 
 
-def paged_attention(q, k_cache, v_cache, block_tables, query_start, context_lens, scale, window=0) -> Tensor:
+def paged_attention(
+    q, k_cache, v_cache, block_tables, query_start, context_lens, scale, window=0, softcap=0.0
+) -> Tensor:
     num_blocks, kv_heads, block_size, head_dim = k_cache.shape
     wide, tables = ready(q), ready(block_tables, torch.int32)
     rows, heads, dim = wide.shape
@@ -129,7 +131,7 @@ def paged_attention(q, k_cache, v_cache, block_tables, query_start, context_lens
         cache_type=_cache_type(k_cache, v_cache), q=wide, k_cache=k_cache, v_cache=v_cache, block_tables=tables,
         query_start=ready(query_start, torch.int32), context_lens=ready(context_lens, torch.int32), out=out, rows=rows,
         sequences=len(context_lens), max_blocks=tables.shape[1], heads=heads, kv_heads=kv_heads, num_blocks=num_blocks,
-        block_size=block_size, head_dim=head_dim, window=window, scale=scale,
+        block_size=block_size, head_dim=head_dim, window=window, scale=scale, softcap=softcap,
     )  # fmt: skip
     return out.to(q.dtype)
 

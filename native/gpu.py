@@ -40,7 +40,7 @@ SPLIT = 512  # keys of a split
 
 @triton.jit
 def _split_attention(
-    q, k_cache, v_cache, block_tables, query_start, context_lens, partial, bounds, scale,
+    q, k_cache, v_cache, block_tables, query_start, context_lens, partial, bounds, scale, softcap,
     sequences, max_blocks, heads, kv_heads, rows_total, window,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP_HEADS: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
@@ -82,6 +82,8 @@ def _split_attention(
         keys = tl.load(k_cache + offset[:, None] + d, mask=read, other=0.0).to(tl.float32)
         values = tl.load(v_cache + offset[:, None] + d, mask=read, other=0.0).to(tl.float32)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale  # [ROWS, KEYS]
+        if softcap > 0:  # softcap * tanh(scores / softcap)
+            scores = softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1))
         seen = (j <= position[:, None]) & inside & mine[:, None]
         if window > 0:
             seen = seen & (j > position[:, None] - window)
@@ -130,6 +132,7 @@ def paged_attention(
     context_lens: Tensor,
     scale: float,
     window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """As kernels.paged_attention: [T, heads, head_dim] over paged keys and values."""
     rows, heads, head_dim = q.shape
@@ -146,7 +149,7 @@ def paged_attention(
     out, width = torch.empty_like(q), triton.next_power_of_2(head_dim)
     _split_attention[(rows // tokens + sequences, kv_heads, splits)](
         q.contiguous(), k_cache, v_cache, block_tables.contiguous(), query_start, context_lens, partial, bounds, scale,
-        sequences, max_blocks, heads, kv_heads, rows, window,
+        float(softcap), sequences, max_blocks, heads, kv_heads, rows, window,
         BLOCK_SIZE=block_size, HEAD_DIM=head_dim, WIDTH=max(16, width), GROUP_HEADS=group, TOKENS=tokens,
         ROWS=block_rows, KEYS=KEYS, SPLIT=SPLIT,
     )  # fmt: skip

@@ -57,8 +57,8 @@ class Paged:
         self.lens = torch.tensor([c for c, _ in seqs], dtype=torch.int32)
         self.q = torch.randn(int(self.starts[-1]) + pad_rows, heads, head_dim, generator=g)
 
-    def args(self, window=0, scale=0.3):
-        return self.q, self.k, self.v, self.tables, self.starts, self.lens, scale, window
+    def args(self, window=0, softcap=0.0, scale=0.3):
+        return self.q, self.k, self.v, self.tables, self.starts, self.lens, scale, window, softcap
 
 
 def one_layer(hidden, weights, state):

@@ -40,14 +40,20 @@ ATTENTION = {
 
 @drawn
 @given(
-    seqs=sequences(), pad=st.sampled_from([0, 3]), dtype=st.sampled_from(list(kernels_native.CACHE_TYPES)), **ATTENTION
+    seqs=sequences(),
+    pad=st.sampled_from([0, 3]),
+    softcap=st.sampled_from([0.0, 0.5, 50.0]),
+    dtype=st.sampled_from(list(kernels_native.CACHE_TYPES)),
+    **ATTENTION,
 )
-def test_attention_matches_the_reference(seqs, pad, dtype, kv_heads, group, head_dim, block_size, window, seed):
+def test_attention_matches_the_reference(
+    seqs, pad, softcap, dtype, kv_heads, group, head_dim, block_size, window, seed
+):
     paged = Paged(seqs, kv_heads * group, kv_heads, head_dim, block_size, generator(seed), dtype, pad)
     with pytest.MonkeyPatch.context() as patch:
         poison(patch)
-        got = ops.paged_attention(*paged.args(window))
-    torch.testing.assert_close(got, kernels.paged_attention(*paged.args(window)), atol=2e-5, rtol=2e-5)
+        got = ops.paged_attention(*paged.args(window, softcap))
+    torch.testing.assert_close(got, kernels.paged_attention(*paged.args(window, softcap)), atol=2e-5, rtol=2e-5)
 
 
 @drawn

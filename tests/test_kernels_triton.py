@@ -50,12 +50,13 @@ def on(device, *values):
 @given(
     seqs=st.lists(st.sampled_from(SEQUENCES), max_size=3),
     kv_heads=st.sampled_from([1, 2]), group=st.sampled_from([1, 2, 3, 7]), head_dim=st.sampled_from([16, 20, 64]),
-    block_size=st.sampled_from([4, 16]), window=st.sampled_from([0, 0, 1, 70]), pad=st.sampled_from([0, 3]), seed=SEEDS,
+    block_size=st.sampled_from([4, 16]), window=st.sampled_from([0, 0, 1, 70]),
+    softcap=st.sampled_from([0.0, 2.0]), pad=st.sampled_from([0, 3]), seed=SEEDS,
 )  # fmt: skip
-def test_attention_matches_the_reference(seqs, kv_heads, group, head_dim, block_size, window, pad, seed):
+def test_attention_matches_the_reference(seqs, kv_heads, group, head_dim, block_size, window, softcap, pad, seed):
     with torch.device("cpu"):
         paged = Paged(seqs, kv_heads * group, kv_heads, head_dim, block_size, generator(seed), pad_rows=pad)
-    args = on(torch.get_default_device(), *paged.args(window))
+    args = on(torch.get_default_device(), *paged.args(window, softcap))
     with pytest.MonkeyPatch.context() as patch:
         poison(patch)
         got = ops.paged_attention(*args)
@@ -92,9 +93,9 @@ def test_a_query_row_is_the_same_bits_in_any_company():
     with torch.device("cpu"):
         paged = Paged([(600, 1), (70, 17), (5, 5)], 6, 2, 16, 4, generator(0))
     q, *rest = on(torch.get_default_device(), *paged.args())
-    k, v, tables, starts, lens, scale, window = rest
+    k, v, tables, starts, lens, scale, window, softcap = rest
     together = ops.paged_attention(q, *rest)
     alone = ops.paged_attention(
-        q[:1], k, v, tables[:1], torch.tensor([0, 1], dtype=torch.int32), lens[:1], scale, window
+        q[:1], k, v, tables[:1], torch.tensor([0, 1], dtype=torch.int32), lens[:1], scale, window, softcap
     )
     assert torch.equal(alone, together[:1])
