@@ -45,11 +45,11 @@ from starlette.middleware.cors import CORSMiddleware
 
 from formats.command_line import as_command, given, refuse_unused
 from generate import LLM, add_engine_flags, engine_arguments, engine_rules
-from serving.engine_thread import EngineThread, Unavailable
+from serving.engine_thread import EngineThread
 from serving.guard import ApiError, BodyLimit, EventStream, Gate, HeaderLimit, local_only, needs_key, on_error
 from serving.live import Live
-from serving.ollama_api import OllamaApi
-from serving.openai_api import OpenAIApi
+from serving.ollama_api import ollama_routes
+from serving.openai_api import openai_routes
 from serving.service import Limits, Service
 
 PAGE = Path(__file__).parent / "serving" / "live.html"
@@ -80,10 +80,10 @@ def build_app(
 
     app = FastAPI(title="vitrine", description="An LLM engine under glass.", lifespan=lifespan, redoc_url=None)
     app.state.engine, app.state.service, app.state.live = engine, service, live
-    app.include_router(OpenAIApi(service).router)
-    app.include_router(OllamaApi(service).router)
+    app.include_router(openai_routes(service))
+    app.include_router(ollama_routes(service))
     add_status_routes(app, service, live)
-    for kind in (ApiError, Unavailable, ValueError, RequestValidationError, HTTPException, Exception):
+    for kind in (ApiError, ValueError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, on_error)
     app.add_middleware(BodyLimit, limit=limits.max_body, patience=limits.stall_seconds)
     if api_key:

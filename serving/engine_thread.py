@@ -27,12 +27,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from generate import LLM
 from request import Delta, Request
 from sampling import SamplingParams
+from serving.guard import ApiError
 from serving.metrics import Metrics
 
 log = logging.getLogger("vitrine")
@@ -45,14 +47,6 @@ def merged(parts: list[Delta]) -> Delta:
     tokens = [token for part in parts for token in part.token_ids]
     logprobs = [sampled for part in parts for sampled in part.logprobs]
     return Delta(last.request, last.index, text, tokens, logprobs, last.finish_reason, last.stop_reason, last.error)
-
-
-class Unavailable(Exception):
-    """The request is right, but cannot be taken now. `status`: 429 or 503; `retry_after` in seconds."""
-
-    def __init__(self, message: str, status: int, retry_after: int):
-        super().__init__(message)
-        self.status, self.retry_after = status, retry_after
 
 
 @dataclass(eq=False)
@@ -140,18 +134,20 @@ class EngineThread:
         return self._thread.is_alive() and not any(served.broken for served in self.models.values())
 
     def check_room(self, served: Served, n: int) -> None:
-        """Raise Unavailable if n more requests cannot be taken now."""
+        """Raise ApiError if n more requests cannot be taken now."""
         if self.draining:
-            raise Unavailable("the server is shutting down and takes no new requests", 503, 10)
+            message = "the server is shutting down and takes no new requests"
+            raise ApiError(503, message, None, "unavailable", Retry_After="10")
         if served.broken or not self._thread.is_alive():
-            raise Unavailable(f"model {served.name!r} has failed and must be restarted: {served.broken}", 503, 60)
+            message = f"model {served.name!r} has failed and must be restarted: {served.broken}"
+            raise ApiError(503, message, None, "unavailable", Retry_After="60")
         slots = served.llm.scheduler.max_num_seqs
         if served.open + n > slots + self.max_queue:
             message = (
                 f"{served.open} requests are open and {n} more do not fit: {slots} run at a time and "
                 f"--max-queue={self.max_queue} may wait; try again later"
             )
-            raise Unavailable(message, 429, served.retry_after())
+            raise ApiError(429, message, None, "queue_full", Retry_After=str(served.retry_after()))
 
     async def submit(
         self,
@@ -162,7 +158,7 @@ class EngineThread:
         namespace: Hashable = None,
         streaming: bool = False,
     ) -> Job:
-        """Queue all prompts (ids, and their text) or none. Raises Unavailable, or the engine's ValueError."""
+        """Queue all prompts (ids, and their text) or none. Raises ApiError, or the engine's ValueError."""
         self.check_room(served, len(prompts))
         job = Job(served, len(prompts), streaming)
         served.open += len(prompts)
@@ -223,10 +219,8 @@ class EngineThread:
 
     def post(self, function: Callable[[], None]) -> None:
         """Have something done in the event loop."""
-        try:
+        with suppress(RuntimeError):  # it has closed: the server is gone, and so are its clients
             self._loop.call_soon_threadsafe(function)
-        except RuntimeError:  # it has closed: the server is gone, and so are its clients
-            pass
 
     def _run(self) -> None:
         while True:

@@ -9,12 +9,11 @@ The idea. Small layers, each with one duty, outermost first; all but HeaderLimit
               until they are      or 403 another host      408 while it      ApiError, in the shape     stops when the
               there; CORS behind                           arrives           of the API that is called  client leaves
 
-A web page of another origin cannot use a server on loopback: a body must be declared as JSON (or, for Ollama's clients,
-come without an Origin), which a browser sends to another origin only after a preflight, and that is answered only for
-the origins of --cors-origin. `local_only` closes the way around that.
+A web page of another origin cannot use a server on loopback: a body must be declared as JSON, which a browser sends to
+another origin only after a preflight, and that is answered only for the origins of --cors-origin.
 
-Source: OpenAI's API reference, "Error codes"; the ASGI specification, "HTTP & WebSocket". Left out: TLS, rates per
-client, and a bound on the time that a body which trickles in may take to arrive (put a proxy in front).
+Source: OpenAI's API reference, "Error codes"; the ASGI specification. Left out: TLS, rates per client, and a bound on
+the time that a body which trickles in may take to arrive (put a proxy in front).
 """
 
 from __future__ import annotations
@@ -36,8 +35,6 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from serving.engine_thread import Unavailable
-
 LONGEST_MESSAGE = 2000  # characters of an error message
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 OPEN_PATHS = ("/", "/health")  # no key needed: a static page, and whether the server is up
@@ -46,16 +43,9 @@ OPEN_PATHS = ("/", "/health")  # no key needed: a static page, and whether the s
 class ApiError(Exception):
     """An answer that is an error: status, what is wrong, which field, a code for programs, and further headers."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping | None = None,
-    ):
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None, **headers: str):
         super().__init__(message)
-        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers or {}
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
 
 
 def error_body(error: ApiError, path: str = "") -> dict:
@@ -69,20 +59,19 @@ def error_body(error: ApiError, path: str = "") -> dict:
 
 def error_response(path: str, error: ApiError) -> JSONResponse:
     """The answer in the shape of the API that `path` belongs to."""
-    return JSONResponse(error_body(error, path), error.status, error.headers)
+    headers = {name.replace("_", "-"): value for name, value in error.headers.items()}
+    return JSONResponse(error_body(error, path), error.status, headers)
 
 
 def as_api_error(error: Exception, path: str = "", method: str = "") -> ApiError:
     """What a client is told about an exception. A ValueError is the fault of the request, and says what to change."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, Unavailable):
-        code = "queue_full" if error.status == 429 else "unavailable"
-        return ApiError(error.status, str(error), None, code, {"Retry-After": str(error.retry_after)})
     if isinstance(error, RequestValidationError):
         return _validation_error(error)
     if isinstance(error, HTTPException):
-        return _http_error(error, path, method)
+        if error.status_code == 405:
+            allowed = error.headers["Allow"]
+            return ApiError(405, f"{path[:100]} does not take {method[:20]}, but {allowed}", Allow=allowed)
+        return ApiError(error.status_code, str(error.detail))
     if isinstance(error, ValueError):
         return ApiError(400, str(error), getattr(error, "field", None))
     return internal_error(error)
@@ -91,16 +80,6 @@ def as_api_error(error: Exception, path: str = "", method: str = "") -> ApiError
 def internal_error(error: Exception) -> ApiError:
     """What is told of an exception while an answer is made: that is never the fault of the request."""
     return error if isinstance(error, ApiError) else ApiError(500, f"internal error: {type(error).__name__}")
-
-
-def _http_error(error: HTTPException, path: str, method: str) -> ApiError:
-    """What the framework itself refuses."""
-    headers, message = dict(error.headers or {}), str(error.detail)
-    if error.status_code == 405:
-        message = f"{path[:100]} does not take {method[:20]}; it takes {headers.get('Allow')}"
-    if error.status_code == 404:
-        message = f"there is no {method[:20]} {path[:100]} here"
-    return ApiError(error.status_code, message, headers=headers)
 
 
 def _validation_error(error: RequestValidationError) -> ApiError:
@@ -191,7 +170,7 @@ def needs_key(key: str) -> Callable[[str, Headers], ApiError | None]:
         if path in OPEN_PATHS or (scheme.lower() == b"bearer" and right):
             return None
         message = "this server needs its key: send the header 'Authorization: Bearer KEY'"
-        return ApiError(401, message, None, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
+        return ApiError(401, message, None, "invalid_api_key", WWW_Authenticate="Bearer")
 
     return check
 
@@ -245,7 +224,7 @@ class BodyLimit:
             if not (await asyncio.wait([part], timeout=self.patience))[0]:
                 part.cancel()
                 message = f"nothing more of the body arrived for {self.patience} s: send it again"
-                return b"", ApiError(408, message, headers={"Connection": "close"})  # not kept for the rest of the body
+                return b"", ApiError(408, message, Connection="close")  # not kept for the rest of the body
             body += part.result().get("body", b"")
             more = part.result().get("more_body", False)
         return bytes(body), too_long if more or len(body) > self.limit else None

@@ -30,7 +30,7 @@ from pydantic import create_model
 
 from request import Delta
 from sampling import SamplingParams
-from serving.engine_thread import Job
+from serving.engine_thread import Job, Served
 from serving.guard import ApiError, error_body
 from serving.openai_schema import Body, Messages, Texts, asked, sampling_fields
 from serving.service import Service
@@ -40,7 +40,10 @@ DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 ELSEWHERE = "n best_of beam_width logprobs prompt_logprobs json_schema max_tokens repetition_penalty".split()
 
 
-class Options(create_model("Sampling", __base__=Body, **sampling_fields(*ELSEWHERE))):
+OptionFields = create_model("OptionFields", __base__=Body, **sampling_fields(*ELSEWHERE))
+
+
+class Options(OptionFields):
     """The fields of SamplingParams, two of them under Ollama's names."""
 
     num_predict: int | None = None
@@ -62,9 +65,8 @@ class OllamaBody(Body):
         options = self.options or Options()
         limit, penalty = options.num_predict, options.repeat_penalty
         if limit is not None and limit < -2:
-            raise ApiError(
-                400, f"num_predict={limit} is not allowed: -1 or -2 for no limit, or a number", "num_predict"
-            )
+            message = f"num_predict={limit} is not allowed: -1 or -2 for no limit, or a number"
+            raise ApiError(400, message, "num_predict")
         more: dict[str, Any] = {"max_tokens": None if limit is None or limit < 0 else limit}
         if penalty is not None:
             more["repetition_penalty"] = penalty
@@ -138,56 +140,50 @@ class OllamaWriter:
         }
 
 
-class OllamaApi:
+def ollama_routes(service: Service) -> APIRouter:
     """The routes under /api/."""
+    router = APIRouter(prefix="/api", tags=["Ollama"])
 
-    def __init__(self, service: Service):
-        self.service = service
-        self.router = APIRouter(prefix="/api", tags=["Ollama"])
-        for path, handler, method in (
-            ("/generate", self.generate, "POST"),
-            ("/chat", self.chat, "POST"),
-            ("/tags", self.tags, "GET"),
-            ("/version", self.version, "GET"),
-        ):
-            self.router.add_api_route(path, handler, methods=[method], response_model=None)
+    async def answer(http: Request, served: Served, body: OllamaBody, ids: list[int], chat: bool) -> Response:
+        params, headers = body.params(), body.headers()
+        job = await service.submit(served, [(ids, None)], params, streaming=body.stream is not False)
+        return await service.answer(http, job, OllamaWriter(job, chat), headers)
 
-    async def generate(self, body: GenerateBody, http: Request) -> Response:
+    @router.post("/generate", response_model=None)
+    async def generate(body: GenerateBody, http: Request) -> Response:
         """Answer one prompt."""
         if body.suffix:
             raise ApiError(400, "'suffix' is not supported: these models do not fill in the middle", "suffix")
-        served = self.service.model(body.model)
+        served = service.model(body.model)
         if body.raw or not served.llm.tokenizer.has_chat_template:
-            ids = await self.service.help(self.service.encode, served, body.prompt)
+            ids = await service.help(service.encode, served, body.prompt)
         else:
-            ids = await self.service.help(self.service.encode_chat, served, body.messages(), None)
-        return await self._answer(http, body, ids, chat=False)
+            ids = await service.help(service.encode_chat, served, body.messages(), None)
+        return await answer(http, served, body, ids, chat=False)
 
-    async def chat(self, body: OllamaChatBody, http: Request) -> Response:
+    @router.post("/chat", response_model=None)
+    async def chat(body: OllamaChatBody, http: Request) -> Response:
         """Answer a conversation."""
-        served = self.service.model(body.model)
-        ids = await self.service.help(self.service.encode_chat, served, body.messages, None)
-        return await self._answer(http, body, ids, chat=True)
+        served = service.model(body.model)
+        ids = await service.help(service.encode_chat, served, body.messages, None)
+        return await answer(http, served, body, ids, chat=True)
 
-    async def tags(self) -> dict:
+    @router.get("/tags", response_model=None)
+    async def tags() -> dict:
         """The models there are."""
         models = []
-        for served in self.service.engine.models.values():
+        for served in service.engine.models.values():
             config, made = served.llm.config, datetime.fromtimestamp(served.created, timezone.utc).isoformat()
             details = {"family": config.architecture, "format": "vitrine"}
             models.append({"name": served.name, "model": served.name, "modified_at": made, "details": details})
         return {"models": models}
 
-    async def version(self) -> dict:
+    @router.get("/version", response_model=None)
+    async def version() -> dict:
         """A version high enough for clients that check it."""
         return {"version": "0.5.0"}
 
-    # -- inside
-
-    async def _answer(self, http: Request, body: OllamaBody, ids: list[int], chat: bool) -> Response:
-        served, headers, streaming = self.service.model(body.model), body.headers(), body.stream is not False
-        job = await self.service.submit(served, [(ids, None)], body.params(), streaming=streaming)
-        return await self.service.answer(http, job, OllamaWriter(job, chat), headers)
+    return router
 
 
 def line(data: dict) -> bytes:

@@ -179,96 +179,80 @@ class ChatWriter(Writer):
         return [empty | part for part in parts]
 
 
-class OpenAIApi:
-    """The routes. Each handler reads a body, submits a job, and lets a writer word it."""
+def openai_routes(service: Service) -> APIRouter:
+    """Each handler reads a body, submits a job, and lets a writer word it."""
+    router = APIRouter(tags=["OpenAI"])
 
-    def __init__(self, service: Service):
-        self.service = service
-        self.layouts: dict[str, object] = {}  # model -> how it writes calls of tools, once it was asked
-        self.router = APIRouter(tags=["OpenAI"])
-        for path, handler, method in (
-            ("/v1/completions", self.completions, "POST"),
-            ("/v1/chat/completions", self.chat, "POST"),
-            ("/v1/embeddings", self.embeddings, "POST"),
-            ("/v1/models", self.models, "GET"),
-            ("/v1/models/{name:path}", self.one_model, "GET"),
-            ("/tokenize", self.tokenize, "POST"),
-            ("/detokenize", self.detokenize, "POST"),
-        ):
-            self.router.add_api_route(path, handler, methods=[method], response_model=None)
+    async def submit(served: Served, prompts: list, params: SamplingParams, body: SamplingBody) -> Job:
+        return await service.submit(served, prompts, params, body.priority or 0, body.namespace, bool(body.stream))
 
-    async def completions(self, body: CompletionBody, http: Request) -> Response:
+    @router.post("/v1/completions", response_model=None)
+    async def completions(body: CompletionBody, http: Request) -> Response:
         """Continue one or more prompts."""
-        served, headers = self.service.model(body.model), body.headers()
+        served, headers = service.model(body.model), body.headers()
         params, prompts = body.completion_params(), body.prompts()
-        ids = await self.service.help(self._encode_all, served, prompts)
+        ids = await service.help(lambda: [service.encode(served, p) if isinstance(p, str) else p for p in prompts])
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
-        job = await self._submit(served, list(zip(ids, texts, strict=True)), params, body)
-        return await self.service.answer(http, job, CompletionWriter(job, body), headers, body.user)
+        job = await submit(served, list(zip(ids, texts, strict=True)), params, body)
+        return await service.answer(http, job, CompletionWriter(job, body), headers, body.user)
 
-    async def chat(self, body: ChatBody, http: Request) -> Response:
+    @router.post("/v1/chat/completions", response_model=None)
+    async def chat(body: ChatBody, http: Request) -> Response:
         """Answer a conversation."""
-        served, headers = self.service.model(body.model), body.headers()
+        served, headers = service.model(body.model), body.headers()
         tools, called = body.offered_tools()
         schema = {} if called is None else {"json_schema": forced_schema(tools, called or None)}
         params, options = body.chat_params(**schema), body.template_options()
-        ids = await self.service.help(self.service.encode_chat, served, body.messages, tools or None, **options)
-        layout = await self.service.help(self._layout, served) if tools and called is None else None
-        job = await self._submit(served, [(ids, None)], params, body)
+        ids = await service.help(service.encode_chat, served, body.messages, tools or None, **options)
+        layout = await service.help(find_layout, served.llm.tokenizer) if tools and called is None else None
+        job = await submit(served, [(ids, None)], params, body)
 
         def parser() -> ToolParser | ForcedCall:
             return ToolParser(layout, tools) if called is None else ForcedCall(called or None)
 
-        return await self.service.answer(http, job, ChatWriter(job, body, parser), headers, body.user)
+        return await service.answer(http, job, ChatWriter(job, body, parser), headers, body.user)
 
-    async def embeddings(self) -> Response:
+    @router.post("/v1/embeddings", response_model=None)
+    async def embeddings() -> Response:
         """Refused: the models served here are no embedding models."""
         raise ApiError(400, "this server has language models only; no embeddings", None, "unsupported")
 
-    async def models(self) -> dict:
+    @router.get("/v1/models", response_model=None)
+    async def models() -> dict:
         """The models there are."""
-        return {"object": "list", "data": [self._card(served) for served in self.service.engine.models.values()]}
+        return {"object": "list", "data": [card(served) for served in service.engine.models.values()]}
 
-    async def one_model(self, name: str) -> dict:
+    @router.get("/v1/models/{name:path}", response_model=None)
+    async def one_model(name: str) -> dict:
         """One of them."""
-        return self._card(self.service.model(name))
+        return card(service.model(name))
 
-    async def tokenize(self, body: TokenizeBody) -> Response:
+    @router.post("/tokenize", response_model=None)
+    async def tokenize(body: TokenizeBody) -> Response:
         """Ids of a text or of a conversation."""
-        served, headers = self.service.model(body.model), body.headers()
+        served, headers = service.model(body.model), body.headers()
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages", "prompt")
         if body.prompt is not None:
-            special = body.add_special_tokens is not False
-            ids = await self.service.help(self.service.encode, served, body.prompt, special)
+            ids = await service.help(service.encode, served, body.prompt, body.add_special_tokens is not False)
         else:
-            options = {"add_generation_prompt": body.add_generation_prompt}
-            options["continue_final_message"] = bool(body.continue_final_message)
-            ids = await self.service.help(self.service.encode_chat, served, body.messages, None, **options)
+            ids = await service.help(service.encode_chat, served, body.messages, None, **body.turn_options())
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": served.llm.max_model_len}, 200, headers)
 
-    async def detokenize(self, body: DetokenizeBody) -> Response:
+    @router.post("/detokenize", response_model=None)
+    async def detokenize(body: DetokenizeBody) -> Response:
         """The text of ids, control tokens included."""
-        served, headers = self.service.model(body.model), body.headers()
+        served, headers = service.model(body.model), body.headers()
         bad = next((i for i in body.tokens if not 0 <= i < served.llm.config.vocab_size), None)
         if bad is not None:
             raise ApiError(400, f"{bad} is no token id of this model", "tokens")
-        text = await self.service.help(served.llm.tokenizer.decode, body.tokens, skip_special_tokens=False)
+        text = await service.help(served.llm.tokenizer.decode, body.tokens, skip_special_tokens=False)
         return JSONResponse({"prompt": text}, 200, headers)
 
-    # -- inside
+    return router
 
-    async def _submit(self, served: Served, prompts: list, params: SamplingParams, body: SamplingBody) -> Job:
-        return await self.service.submit(served, prompts, params, body.priority or 0, body.namespace, bool(body.stream))
 
-    def _encode_all(self, served: Served, prompts: list) -> list[list[int]]:
-        return [self.service.encode(served, p) if isinstance(p, str) else p for p in prompts]
-
-    def _layout(self, served: Served):
-        if served.name not in self.layouts:
-            self.layouts[served.name] = find_layout(served.llm.tokenizer)
-        return self.layouts[served.name]
-
-    def _card(self, served: Served) -> dict:
-        card = {"id": served.name, "object": "model", "created": served.created, "owned_by": "vitrine"}
-        return card | {"max_model_len": served.llm.max_model_len}
+def card(served: Served) -> dict:
+    """A model as /v1/models describes it."""
+    card = {"id": served.name, "object": "model", "created": served.created, "owned_by": "vitrine"}
+    return card | {"max_model_len": served.llm.max_model_len}

@@ -92,6 +92,17 @@ def asked(body: BaseModel) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(body, name)) is not None}
 
 
+class Turns(Body):
+    """How the turns of a conversation end: None leaves it to the template."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    def turn_options(self) -> dict[str, Any]:
+        continued = bool(self.continue_final_message)
+        return {"add_generation_prompt": self.add_generation_prompt, "continue_final_message": continued}
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
 
@@ -118,9 +129,12 @@ class Tool(Body):
     function: Function
 
 
-class SamplingBody(
-    create_model("Sampling", __base__=Body, **sampling_fields("logprobs", "prompt_logprobs", "json_schema"))
-):
+SamplingFields = create_model(
+    "SamplingFields", __base__=Body, **sampling_fields("logprobs", "prompt_logprobs", "json_schema")
+)
+
+
+class SamplingBody(SamplingFields):
     """What completions and chat have in common."""
 
     model: str | None = None
@@ -181,7 +195,7 @@ class CompletionBody(SamplingBody):
         return self.params(logprobs=self.logprobs, prompt_logprobs=self.logprobs if self.echo else None)
 
 
-class ChatBody(SamplingBody):
+class ChatBody(SamplingBody, Turns):
     """POST /v1/chat/completions"""
 
     messages: Messages
@@ -191,8 +205,6 @@ class ChatBody(SamplingBody):
     tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def chat_params(self, **more: Any) -> SamplingParams:
@@ -214,9 +226,7 @@ class ChatBody(SamplingBody):
         for name in TEMPLATE_OPTIONS:
             if name in options:
                 raise ApiError(400, f"chat_template_kwargs must not hold {name!r}", "chat_template_kwargs")
-        options["add_generation_prompt"] = self.add_generation_prompt
-        options["continue_final_message"] = bool(self.continue_final_message)
-        return options
+        return options | self.turn_options()
 
     def offered_tools(self) -> tuple[list[dict], str | None]:
         """The tools, and which must be called: None (none need be), "" (any of them) or a function's name."""
@@ -236,15 +246,13 @@ class ChatBody(SamplingBody):
         raise ApiError(400, f"tool_choice must be {allowed}", "tool_choice")
 
 
-class TokenizeBody(Body):
+class TokenizeBody(Turns):
     """POST /tokenize: of a text (`prompt`), or of a conversation (`messages`)."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
 
 
 class DetokenizeBody(Body):

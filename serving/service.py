@@ -106,7 +106,7 @@ class Service:
         namespace: Hashable = None,
         streaming: bool = False,
     ) -> Job:
-        """Check what the request as a whole asks for, and queue it. Raises ApiError, ValueError or Unavailable."""
+        """Check what the request as a whole asks for, and queue it. Raises ApiError or ValueError."""
         width = params.beam_width or params.best_of or params.n
         if len(prompts) * width > self.limits.max_choices:
             raise ApiError(
@@ -189,7 +189,7 @@ def raise_failure(job: Job) -> None:
         for answer in request.answers:
             if answer.finish_reason == "abort":
                 message = answer.error or "the request was aborted"
-                raise ApiError(503, message, None, "aborted", {"Retry-After": "10"})
+                raise ApiError(503, message, None, "aborted", Retry_After="10")
             if answer.finish_reason == "error":
                 raise ApiError(500, answer.error or "the request failed", None, "engine_error")
             if job.ended.is_set() and answer.finish_reason is None:

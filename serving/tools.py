@@ -18,6 +18,7 @@ removed before it gets here), and arguments streamed piece by piece (a call come
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import uuid
@@ -48,6 +49,7 @@ LAYOUTS = (
 )
 
 
+@functools.lru_cache(maxsize=8)  # models
 def find_layout(tokenizer: Tokenizer) -> Layout | None:
     """The layout that this model's chat template prints, None if it is not one of LAYOUTS."""
     call = {"type": "function", "id": "abcdefghi", "function": {"name": PROBE, "arguments": {"probe_key": 1}}}

@@ -6,7 +6,6 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 
 from sampling import ParameterError
-from serving.engine_thread import Unavailable
 from serving.guard import (
     ApiError,
     EventStream,
@@ -106,7 +105,7 @@ def test_until_left_returns_what_the_work_returns_and_raises_what_it_raises():
     [
         (ParameterError("top_p", 3, "less"), 400, "top_p"),
         (TemplateError("no"), 400, None),
-        (Unavailable("full", 429, 3), 429, None),
+        (ApiError(429, "full", Retry_After="3"), 429, None),
         (ApiError(404, "x", "model"), 404, "model"),
         (RuntimeError("secret detail"), 500, None),
         (RequestValidationError([{"loc": ("body", "n"), "msg": "bad", "input": "y" * 9999}] * 50), 400, "n"),
