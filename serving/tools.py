@@ -164,7 +164,7 @@ def forced_schema(tools: list[dict], name: str | None) -> dict:
 
 
 def _parameters(tool: dict) -> dict:
-    """Arguments are an object, whether the schema says so or not, and a function takes none that it does not declare."""
+    """Arguments are an object, whether the schema says so or not; a function takes none that it does not declare."""
     parameters = {"type": "object"} | (tool["function"].get("parameters") or {"properties": {}})
     open_ended = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"} & parameters.keys()
     if "properties" in parameters and not open_ended:
