@@ -286,9 +286,9 @@ class Guide:
     mask() ─> sample ─> accepted token ─> commit() ─> is_complete: nothing may follow, the answer ends
                                                   └─> forced: tokens that follow without being drawn
 
-    Forced tokens are appended as guesses are (speculative.py) and committed when they have been computed. Which they are
-    depends on the text alone, never on who else is running. An answer ends as soon as its text is complete, without
-    waiting for an end-of-sequence token or min_tokens.
+    Forced tokens are appended as guesses are (speculative.py) and committed when they have been computed. Which they
+    are depends on the text alone, never on who else is running. An answer ends as soon as its text is complete,
+    without waiting for an end-of-sequence token or min_tokens.
     """
 
     def __init__(self, guides: Guides, matcher: AutomatonMatcher | GrammarMatcher, params: SamplingParams, tail: list):
