@@ -228,6 +228,18 @@ def test_guesses_ride_along_and_the_budget_cuts_them():
     assert a.num_computed == 4 and len(a.block_table) == 1 and b.num_computed == 4
 
 
+def test_a_draft_goes_with_its_decode_before_better_ranked_prompts():
+    scheduler = scheduler_of(max_num_batched_tokens=6)
+    decoding = Sequence([1] * 2, 20, id="decoding", arrival=2.0)
+    scheduler.add(decoding)
+    run_step(scheduler)
+    scheduler.add(Sequence([1] * 20, 20, id="prompt", arrival=1.0))
+    run_step(scheduler)
+    decoding.tokens += [7, 7]
+    decoding.num_draft = 2
+    assert ids(run_step(scheduler).entries) == [("decoding", 3), ("prompt", 3)]
+
+
 def test_a_newcomer_must_find_room_for_its_whole_prompt_and_a_reserve():
     for reserve, admitted in ((0, True), (1, False)):
         scheduler = scheduler_of(num_blocks=9, block_size=4, max_num_batched_tokens=24)
