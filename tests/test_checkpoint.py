@@ -107,7 +107,7 @@ def test_shards_and_bfloat16(tmp_path):
     assert shards[1].name in refusal(folder) and "missing" in refusal(folder)
 
 
-def test_F47_tied_without_a_head_uses_the_embedding(tmp_path):
+def test_tied_without_a_head_uses_the_embedding(tmp_path):
     folder = tiny.hf_folder(tmp_path / "hf", "llama", tie_word_embeddings=True, tokenizer=False)
     for path in (folder, tiny.gguf_file(folder, tmp_path / "m.gguf", "Q8_0")):
         ours = open_checkpoint(path)
@@ -115,7 +115,7 @@ def test_F47_tied_without_a_head_uses_the_embedding(tmp_path):
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_F47_tied_with_a_head_present_is_what_transformers_makes_of_it(tmp_path, same):
+def test_tied_with_a_head_present_is_what_transformers_makes_of_it(tmp_path, same):
     import transformers
 
     folder = tiny.hf_folder(tmp_path / "hf", "llama", tie_word_embeddings=True, tokenizer=False)
@@ -127,18 +127,18 @@ def test_F47_tied_with_a_head_present_is_what_transformers_makes_of_it(tmp_path,
     assert (HEAD in ours.names()) is not same
 
 
-def test_F47_untied_and_no_head_is_an_error(folder):
+def test_untied_and_no_head_is_an_error(folder):
     rewrite(folder, lambda t: t.pop(HEAD))
     assert f"Missing (1): {HEAD}" in refusal(folder)
 
 
-def test_F47_gguf_with_a_head_of_its_own(tmp_path, folder):
+def test_gguf_with_a_head_of_its_own(tmp_path, folder):
     ours = open_checkpoint(tiny.gguf_file(folder, tmp_path / "m.gguf"))
     assert not ours.config.tie_word_embeddings
     assert torch.equal(ours.tensor(HEAD), load_file(folder / "model.safetensors")[HEAD])
 
 
-def test_F51_biases_of_llama_come_out_of_both_containers(tmp_path):
+def test_biases_of_llama_come_out_of_both_containers(tmp_path):
     folder = tiny.hf_folder(tmp_path / "hf", "llama", attention_bias=True, mlp_bias=True, tokenizer=False)
     want = load_file(folder / "model.safetensors")
     for path in (folder, tiny.gguf_file(folder, tmp_path / "m.gguf")):
@@ -150,7 +150,7 @@ def test_F51_biases_of_llama_come_out_of_both_containers(tmp_path):
 
 
 @pytest.mark.parametrize("flag", ["attention_bias", "mlp_bias"])
-def test_F51_a_bias_that_the_config_does_not_ask_for_is_reported(tmp_path, flag):
+def test_a_bias_that_the_config_does_not_ask_for_is_reported(tmp_path, flag):
     folder = tiny.hf_folder(tmp_path / "hf", "llama", tokenizer=False, **{flag: True})
     configure(folder, **{flag: False})
     stem = "self_attn.k_proj" if flag == "attention_bias" else "mlp.up_proj"
@@ -186,7 +186,7 @@ def test_rotary_leftovers_are_tolerated(folder):
 
 
 @pytest.mark.parametrize("stray", ["consolidated.safetensors", "a.safetensors", "zzz.safetensors", "model.safetensors"])
-def test_F53_only_what_the_index_assigns_is_used(tmp_path, stray):
+def test_only_what_the_index_assigns_is_used(tmp_path, stray):
     folder = tiny.hf_folder(tmp_path / "hf", "llama", max_shard_size="60KB", tokenizer=False)
     shards = sorted(folder.glob("model-*.safetensors"))
     want = {name: value for shard in shards for name, value in load_file(shard).items()}
@@ -199,7 +199,7 @@ def test_F53_only_what_the_index_assigns_is_used(tmp_path, stray):
     assert all(torch.equal(ours.tensor(name), value) for name, value in want.items())
 
 
-def test_F53_a_stray_file_beside_a_single_one_is_not_used(folder):
+def test_a_stray_file_beside_a_single_one_is_not_used(folder):
     want = load_file(folder / "model.safetensors")
     save_file({name: value + 1 for name, value in want.items()}, folder / "consolidated.safetensors")
     assert torch.equal(open_checkpoint(folder).tensor(EMBEDDING), want[EMBEDDING])
@@ -208,12 +208,12 @@ def test_F53_a_stray_file_beside_a_single_one_is_not_used(folder):
 
 
 @pytest.mark.parametrize("table", [{"weight_map": {"a": "../other.safetensors"}}, {"weight_map": {"a": 5}}, {}, []])
-def test_F53_an_index_that_leaves_the_folder_or_is_none(folder, table):
+def test_an_index_that_leaves_the_folder_or_is_none(folder, table):
     (folder / "model.safetensors.index.json").write_text(json.dumps(table))
     assert "model.safetensors.index.json" in refusal(folder)
 
 
-def test_F53_an_index_that_names_a_tensor_its_file_lacks(folder):
+def test_an_index_that_names_a_tensor_its_file_lacks(folder):
     table = {"weight_map": {name: "model.safetensors" for name in [*open_checkpoint(folder).names(), "ghost"]}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(table))
     assert "ghost" in refusal(folder)
@@ -235,7 +235,7 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("case", SPOILED)
-def test_F54_damaged_safetensors_are_refused_by_name(folder, case):
+def test_damaged_safetensors_are_refused_by_name(folder, case):
     spoil, words = SPOILED[case]
     path = folder / "model.safetensors"
     path.write_bytes(spoil(path.read_bytes()))
@@ -243,7 +243,7 @@ def test_F54_damaged_safetensors_are_refused_by_name(folder, case):
     assert str(path) in message and words in message
 
 
-def test_F54_a_folder_in_the_place_of_a_file(folder):
+def test_a_folder_in_the_place_of_a_file(folder):
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").mkdir()
     assert "model.safetensors is not a file" in refusal(folder)
@@ -251,13 +251,13 @@ def test_F54_a_folder_in_the_place_of_a_file(folder):
     assert "model.safetensors is missing" in refusal(folder)
 
 
-def test_F54_a_damaged_number_of_layers_is_refused_at_once(folder):
+def test_a_damaged_number_of_layers_is_refused_at_once(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**12}))
     assert "num_hidden_layers is 1000000000000" in refusal(folder)
 
 
-def test_F54_truncated_gguf_is_refused_before_loading(tmp_path, folder):
+def test_truncated_gguf_is_refused_before_loading(tmp_path, folder):
     path = tiny.gguf_file(folder, tmp_path / "m.gguf", "Q8_0")
     path.write_bytes(path.read_bytes()[:-1024])
     message = refusal(path)
@@ -266,7 +266,7 @@ def test_F54_truncated_gguf_is_refused_before_loading(tmp_path, folder):
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize("content", [POINTER, b"{", b"[]", b"\xff\xfe", b"[" * 100_000])
-def test_F54_broken_json_is_refused_by_name(folder, file, content):
+def test_broken_json_is_refused_by_name(folder, file, content):
     (folder / file).write_bytes(content)
     assert str(folder / file) in refusal(folder)
 
@@ -364,7 +364,7 @@ def large_folder(path: Path) -> Path:
     return path
 
 
-def test_F55_peak_memory_while_loading_with_a_cast(tmp_path):
+def test_peak_memory_while_loading_with_a_cast(tmp_path):
     folder = large_folder(tmp_path / "large")
     assert sum(f.stat().st_size for f in folder.glob("*.safetensors")) > 290e6
     ratio, final, mapped = measured(folder, "bfloat16")  # the file is twice the parameters: the harder way
@@ -372,6 +372,6 @@ def test_F55_peak_memory_while_loading_with_a_cast(tmp_path):
     assert not mapped, "a checkpoint file is still mapped after loading"
 
 
-def test_F55_peak_memory_while_loading_gguf(smollm2):
+def test_peak_memory_while_loading_gguf(smollm2):
     ratio, final, _ = measured(smollm2, "bfloat16")
     assert final > 200e6 and ratio < 1.5, f"peak is {ratio:.2f} x the parameters"

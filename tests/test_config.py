@@ -52,7 +52,7 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "attention_factor
 
 @pytest.mark.parametrize("type_key", ["type", "rope_type"])
 @pytest.mark.parametrize("place", ["old", "new"])
-def test_F48_rope_settings_under_old_and_new_keys(type_key, place):
+def test_rope_settings_under_old_and_new_keys(type_key, place):
     def read(kind, **numbers):
         rope = {type_key: kind, **numbers}
         if place == "old":
@@ -75,7 +75,7 @@ def test_F48_rope_settings_under_old_and_new_keys(type_key, place):
     }
 
 
-def test_F48_no_scaling_is_asked_for_and_none_applied():
+def test_no_scaling_is_asked_for_and_none_applied():
     assert parsed(rope_theta=5e5, rope_scaling=None) == parsed(
         rope_parameters={"rope_theta": 5e5, "rope_type": "default"}
     )
@@ -97,7 +97,7 @@ def test_F48_no_scaling_is_asked_for_and_none_applied():
         },
     ),
 )
-def test_F48_yarn_attention_factor_is_that_of_transformers(factor, given):
+def test_yarn_attention_factor_is_that_of_transformers(factor, given):
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": 32, **given}
@@ -107,7 +107,7 @@ def test_F48_yarn_attention_factor_is_that_of_transformers(factor, given):
     assert all(ours[key] == value for key, value in given.items() if "mscale" not in key)
 
 
-def test_F48_yarn_without_an_original_length_or_a_factor():
+def test_yarn_without_an_original_length_or_a_factor():
     assert parsed(rope_scaling={"type": "yarn", "factor": 4.0}).rope_scaling["original_max_position_embeddings"] == 512
     scaling = parsed(rope_scaling={"type": "yarn", "original_max_position_embeddings": 128}).rope_scaling
     assert scaling["factor"] == 4.0
@@ -129,7 +129,7 @@ def test_F48_yarn_without_an_original_length_or_a_factor():
         (0, "rope_scaling is 0"),
     ],
 )
-def test_F48_rope_settings_that_are_not_computed_are_refused(rope, words):
+def test_rope_settings_that_are_not_computed_are_refused(rope, words):
     with pytest.raises(CheckpointError, match="config.json") as caught:
         parsed(rope_scaling=rope)
     assert words in str(caught.value)
@@ -146,7 +146,7 @@ def test_rope_factors_as_quantize_py_writes_them():
 
 
 @pytest.mark.parametrize("scaling", ["none", "linear", "yarn", "llama3"])
-def test_F48_gguf_carries_the_same_scaling(tmp_path, scaling):
+def test_gguf_carries_the_same_scaling(tmp_path, scaling):
     numbers = {"none": {}, "linear": {"factor": 2.0}, "yarn": YARN, "llama3": LLAMA3}[scaling]
     numbers = {k: v for k, v in numbers.items() if k != "attention_factor"}  # GGUF's is a multiplier, 1 here
     rope = {"rope_type": "default" if scaling == "none" else scaling, "rope_theta": 5e5, **numbers}
@@ -164,7 +164,7 @@ def test_F48_gguf_carries_the_same_scaling(tmp_path, scaling):
     torch.testing.assert_close(plain / torch.tensor(theirs.rope_scaling["factors"]), scaled)
 
 
-def test_F50_head_dim_is_its_own_number():
+def test_head_dim_is_its_own_number():
     assert parsed(hidden_size=48, head_dim=16).head_dim == 16
     assert parsed(hidden_size=48, head_dim=None).head_dim == 12
     assert parsed(hidden_size=48).head_dim == 12
@@ -175,7 +175,7 @@ def test_F50_head_dim_is_its_own_number():
             parsed(**changes)
 
 
-def test_F51_biases_are_where_the_architecture_has_them():
+def test_biases_are_where_the_architecture_has_them():
     llama = parsed(attention_bias=True, mlp_bias=True)
     assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias) == (True, True, True)
     qwen2 = parsed(model_type="qwen2")
@@ -199,7 +199,7 @@ def test_expected_tensors_are_those_of_transformers(arch, bias):
     assert families.tensor_shapes(families.from_hf(saved, {}, "config.json")) == want
 
 
-def test_F16_eos_is_the_union_of_both_files():
+def test_eos_is_the_union_of_both_files():
     assert parsed({"eos_token_id": [5, 7]}, eos_token_id=5).eos_token_ids == (5, 7)
     assert parsed({"eos_token_id": 7}, eos_token_id=[5, 6]).eos_token_ids == (5, 6, 7)
     assert parsed({"eos_token_id": None}, eos_token_id=5).eos_token_ids == (5,)

@@ -48,7 +48,7 @@ def test_random_blocks_equal_the_gguf_package(kind, seed, rows, width):
 @pytest.mark.parametrize("kind", QUANTISED)
 @pytest.mark.parametrize("d", [0.0, -0.0, 1.0, -1.5, 65504.0, 6e-8, float("inf")])
 @pytest.mark.parametrize("fill", [0, 255, None])
-def test_F45_edge_blocks_equal_the_gguf_package(kind, d, fill):
+def test_edge_blocks_equal_the_gguf_package(kind, d, fill):
     draw = torch.Generator().manual_seed(7)
     shape = (2, 2, gguf.KINDS[kind].bytes)
     data = torch.randint(0, 256, shape, generator=draw, dtype=torch.uint8) if fill is None else torch.full(shape, fill)
@@ -67,7 +67,7 @@ def hand_made(*parts) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("d", [0.5, 0.0, -0.25])
-def test_F45_low_nibbles_are_the_first_half(d):
+def test_low_nibbles_are_the_first_half(d):
     low, high = list(range(16)), list(reversed(range(16)))  # w0..w15, w16..w31
     packed = [a | b << 4 for a, b in zip(low, high, strict=True)]
     q = torch.tensor(low + high).float()
@@ -76,14 +76,14 @@ def test_F45_low_nibbles_are_the_first_half(d):
 
 
 @pytest.mark.parametrize("d", [0.5, 0.0, -0.25])
-def test_F45_q8_0_is_signed(d):
+def test_q8_0_is_signed(d):
     q = list(range(-16, 16))
     block = hand_made(d, [v % 256 for v in q])
     assert torch.equal(gguf.dequantize(blocks_of("Q8_0", block))[0], d * torch.tensor(q).float())
 
 
 @pytest.mark.parametrize("d, dmin", [(0.5, 0.25), (0.0, 1.0), (-0.5, -2.0)])
-def test_F45_q4_k_scales_and_minima(d, dmin):
+def test_q4_k_scales_and_minima(d, dmin):
     scales = [1, 2, 3, 63, 17, 33, 48, 60]  # six bits: the last four need the bits kept apart
     minima = [5, 0, 62, 7, 16, 35, 49, 63]
     packed = [s & 63 | scales[j + 4] >> 4 << 6 for j, s in enumerate(scales[:4])]
@@ -96,7 +96,7 @@ def test_F45_q4_k_scales_and_minima(d, dmin):
 
 
 @pytest.mark.parametrize("d", [0.5, 0.0, -0.25])
-def test_F45_q6_k_offset_and_high_bits(d):
+def test_q6_k_offset_and_high_bits(d):
     scales = [(5 * i - 40) for i in range(16)]  # signed
     q = [(7 * i + i // 64) % 64 for i in range(256)]
     low, high = [], []
@@ -274,7 +274,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("case", DAMAGED)
-def test_F54_damaged_files_are_refused_by_name(tmp_path, case):
+def test_damaged_files_are_refused_by_name(tmp_path, case):
     content, words = DAMAGED[case]
     tracemalloc.start()
     try:
@@ -286,7 +286,7 @@ def test_F54_damaged_files_are_refused_by_name(tmp_path, case):
         tracemalloc.stop()
 
 
-def test_F54_any_cut_of_a_real_file_is_refused(tmp_path):
+def test_any_cut_of_a_real_file_is_refused(tmp_path):
     whole = tiny.gguf_file(tiny.hf_folder(tmp_path / "hf", "qwen2"), tmp_path / "m.gguf", "Q8_0").read_bytes()
     assert opened(tmp_path, whole).tensors
     size, rng = len(whole), random.Random(0)
@@ -295,7 +295,7 @@ def test_F54_any_cut_of_a_real_file_is_refused(tmp_path):
             opened(tmp_path, whole[:cut])
 
 
-def test_F54_changed_bytes_are_refused_or_harmless(tmp_path):
+def test_changed_bytes_are_refused_or_harmless(tmp_path):
     """Whatever a header says, reading every tensor it lists stays within the file: a crash here ends the test run."""
     rng = random.Random(0)
     keys = [key("general.alignment", 4, struct.pack("<I", 32)), key("n", 9, struct.pack("<IQ2i", 5, 2, 1, 2))]

@@ -46,7 +46,7 @@ def run(model: Transformer, sequences: list[list[int]], cuts: list[list[int]]) -
 
 
 def test_logits_equal_transformers(variant):  # noqa: F811
-    """F48 (rope scaling), F50 (head_dim), F51 (biases), F52 (window): safetensors, all tokens in one run."""
+    """Rope scaling, head_dim, biases, window: safetensors, all tokens in one run."""
     _, folder, tokens, expected = variant
     model = Transformer(open_checkpoint(folder))
     torch.testing.assert_close(run(model, [tokens], [[len(tokens)]])[0], expected, atol=1e-4, rtol=1e-4)
@@ -58,7 +58,7 @@ IN_GGUF = [name for name in VARIANTS if name not in ("llama-yarn-factor-1", "qwe
 
 @pytest.mark.parametrize("variant", IN_GGUF, indirect=True)
 def test_logits_from_gguf_equal_transformers(variant, tmp_path):  # noqa: F811
-    """F47, F51: the same weights through GGUF, with q and k in llama.cpp's row order where it permutes them."""
+    """The same weights through GGUF, with q and k in llama.cpp's row order where it permutes them."""
     _, folder, tokens, expected = variant
     ckpt = open_checkpoint(tiny.gguf_file(folder, tmp_path / "m.gguf"))
     model = Transformer(ckpt)
@@ -70,7 +70,7 @@ CUTS = {"token by token": [1] * 10, "chunks of 3": [3, 3, 3, 1], "at once": [10]
 
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize("window", (None, 3, 4, 5, 9, 10, 11))
-def test_F52_window_is_the_same_however_the_run_is_cut(tmp_path, window, cuts):
+def test_window_is_the_same_however_the_run_is_cut(tmp_path, window, cuts):
     ckpt = open_checkpoint(tiny.hf_folder(tmp_path / "m", "mistral", sliding_window=window))
     tokens = torch.randint(3, 320, (10,), generator=torch.Generator().manual_seed(2)).tolist()
     got = run(Transformer(ckpt), [tokens], [cuts])[0]
@@ -78,7 +78,7 @@ def test_F52_window_is_the_same_however_the_run_is_cut(tmp_path, window, cuts):
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_F35_sequences_in_one_run_do_not_see_each_other(tmp_path):
+def test_sequences_in_one_run_do_not_see_each_other(tmp_path):
     ckpt = open_checkpoint(tiny.hf_folder(tmp_path / "m", "llama"))
     draw = torch.Generator().manual_seed(3)
     sequences = [torch.randint(3, 320, (n,), generator=draw).tolist() for n in (12, 3, 7)]
@@ -89,7 +89,7 @@ def test_F35_sequences_in_one_run_do_not_see_each_other(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
-def test_F49_rotary_table_stays_float32(tmp_path, dtype):
+def test_rotary_table_stays_float32(tmp_path, dtype):
     folder = tiny.hf_folder(tmp_path / "m", "llama", head_dim=32, max_position_embeddings=16384)
     model = Transformer(open_checkpoint(folder), dtype=dtype).to(dtype)
     freqs = 10000.0 ** -(torch.arange(0, 32, 2, dtype=torch.float64) / 32)
@@ -100,7 +100,7 @@ def test_F49_rotary_table_stays_float32(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_F48_rotary_table_equals_transformers(tmp_path, scaling):
+def test_rotary_table_equals_transformers(tmp_path, scaling):
     from transformers import AutoConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -124,7 +124,7 @@ def test_16_bit_models_follow_the_float32_one(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("quant", ("int8", "int4"))
-def test_F44_tied_model_quantises_and_keeps_one_table(tmp_path, quant):
+def test_tied_model_quantises_and_keeps_one_table(tmp_path, quant):
     folder = tiny.hf_folder(tmp_path / "m", "llama", tie_word_embeddings=True)
     ckpt = open_checkpoint(folder)
     model = Transformer(ckpt, quant)

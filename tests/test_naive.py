@@ -77,7 +77,7 @@ def weights_of(ckpt) -> dict[str, torch.Tensor]:
 
 
 def test_logits_equal_transformers(variant):
-    """Covers F48, F50, F51, F52 for the reference; test_model.py covers them for the engine's model."""
+    """The reference; test_model.py holds the model of the engine against the same logits."""
     _, folder, tokens, expected = variant
     ckpt = open_checkpoint(folder)
     torch.testing.assert_close(naive.forward(weights_of(ckpt), ckpt.config, tokens), expected, atol=1e-4, rtol=1e-4)
