@@ -164,10 +164,11 @@ def _gemma3(read: Reader, layers: int) -> dict:
 
 def _gemma3_gguf(read: Reader, layers: int) -> dict:
     _refuse_softcapping(read)
-    fields = {"rope_local_theta": read.real("rope.freq_base_swa", 10000.0, least=1)}
-    if layers == 62:  # the 27B model, whose scale is not that of its heads: llama.cpp too knows it by its layers
-        fields["attn_scale"] = (read.number("hidden_size") / read.number("num_attention_heads")) ** -0.5
-    return fields | gguf_windows(read, layers, period=6)
+    per_head = read.number("hidden_size") / read.number("num_attention_heads")
+    # The scale of the 27B model is not that of its heads: llama.cpp too knows it by its layers.
+    scale = (per_head if layers == 62 else read.number("head_dim", int(per_head))) ** -0.5
+    local = read.real("rope.freq_base_swa", 10000.0, least=1)
+    return gguf_windows(read, layers, period=6) | {"rope_local_theta": local, "attn_scale": scale}
 
 
 def _refuse_softcapping(read: Reader) -> None:

@@ -247,6 +247,9 @@ def hf_config(config: ModelConfig) -> dict:
         "eos_token_id": list(c.eos_token_ids),
         "torch_dtype": c.dtype,
     }
+    if kind == "gemma3":
+        found |= {"model_type": "gemma3_text", "hidden_act": "gelu_pytorch_tanh"}
+        found |= {"query_pre_attn_scalar": round(c.attn_scale**-2), "rope_local_base_freq": c.rope_local_theta}
     if windows and kind != "mistral":
         kinds = ["full_attention" if w is None else "sliding_attention" for w in c.sliding_window]
         found |= {"use_sliding_window": True, "layer_types": kinds}

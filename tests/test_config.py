@@ -331,7 +331,7 @@ def test_gguf_metadata_of_gemma3():
     metadata |= {"general.architecture": "gemma3", "gemma3.attention.sliding_window": 8, "gemma3.block_count": 7}
     shapes = {"token_embd.weight": (320, 64)}
     c = families.from_gguf(metadata, shapes, "m.gguf")
-    assert c.sliding_window == (8,) * 5 + (None, 8) and c.attn_scale is None  # every sixth layer sees all
+    assert c.sliding_window == (8,) * 5 + (None, 8) and c.attn_scale == c.head_dim**-0.5  # every sixth layer sees all
     assert (c.rope(0), c.rope(5)) == ((10000.0, None), (10000.0, None))
     more = {"gemma3.rope.freq_base": 1e6, "gemma3.rope.scaling.factor": 8.0, "gemma3.block_count": 62}
     c = families.from_gguf(metadata | more, shapes, "m.gguf")

@@ -88,7 +88,7 @@ def test_biases_untied_heads_and_dtypes_survive(tmp_path, arch, dtype):
 
 @pytest.mark.parametrize("arch, kind, scheme", [
     ("llama", "Q4_0", "int4"), ("llama", "Q4_1", "int4"), ("llama", "Q8_0", "int8"), ("llama", "Q8_0", "int4"),
-    ("qwen2", "Q4_1", "int4"), ("mistral", "Q4_1", "int8"),
+    ("qwen2", "Q4_1", "int4"), ("mistral", "Q4_1", "int8"), ("gemma3", "Q8_0", "int8"),
 ])  # fmt: skip
 def test_from_gguf_with_config_and_tokenizer_written_anew(tmp_path, arch, kind, scheme):
     options = {"tie_word_embeddings": True} if arch == "llama" else {}
