@@ -1,53 +1,142 @@
-"""Text to ids and back.
+"""Text to ids and back, while the tokens are still arriving.
 
 The problem. Every model has its own alphabet of tokens, its own rule for what stands at the beginning, its own control
-tokens. All of it is data in the model's files, spread over two containers and many years of conventions, and every
-mistake is silent: a doubled BOS, a control token that falls into pieces, a user's text that becomes one.
+tokens; all of it is data in the model's files, and every mistake is silent: a doubled BOS, a user's text that becomes a
+control token. And a token is a run of *bytes*, whose edges fall in the middle of an emoji or of a stop string.
 
 The idea. The `tokenizers` library does the merging (byte-pair encoding, Sennrich et al. 2016). This file decides what
-the library leaves open: where the vocabulary comes from, what is put around a text, what a user may spell, and what
-bytes an id stands for.
+the library leaves open: what is put around a text, what a user may spell, which bytes an id stands for, and when a
+character or a stop string is complete:
 
-    tokenizer.json, tokenizer_config.json --+                    encode        "hi"    -> [BOS] 5303      plain text
-    GGUF metadata -- gguf_vocab.py ---------+--> Tokenizer ----- encode_chat   messages -> the template's ids, no more
-    chat_template.jinja -- formats/chat_template.py +                    token_bytes   5303    -> b"hi"
-                                                                 detokenizer   ids, a few at a time -> whole characters
+    tokenizer.json or GGUF ──► Tokenizer    encode        "hi"    -> [BOS] 5303     BOS once, where the files ask for it
+    chat template ───────────►              encode_chat   messages -> ids           only the template spells controls
+                                            token_bytes   5303    -> b"hi"
+    ids           [ 9906, 61496, 222, 43 ]
+    bytes         "hi " F0 9F | 98 | 80 "S" ...
+    Detokenizer   "hi "   ""    "😀S"               an unfinished character waits here
+    StopChecker   "hi "   ""    "😀" (holds "S")    "S" may begin the stop string "STOP"
 
-Beginnings. `encode` adds what the model's files ask for: BOS where the tokenizer normally adds it, once, and never if
-`add_bos_token` is false. A text that already spells BOS at its start gets no second one. `encode_chat` adds and takes
-away nothing: the template has written every control token itself.
-
-Who may spell a control token. In `encode` (plain completion) a control string in the text becomes its id, since
-whoever completes raw text lays out the prompt himself. In `encode_chat` only the template may: the same string inside
-a message is encoded as ordinary characters, so that no message can end its turn and open another. Added tokens that
-are not control tokens (<think>) are found everywhere.
-
-Bytes. An id stands for bytes, not for text: half an emoji is a token. Byte-level vocabularies write each byte as one
-printable character; SentencePiece ones write a space as "▁" and odd bytes as "<0xE2>". Ids beyond the tokenizer (a
-model's vocabulary is often padded) stand for no bytes at all.
-
-Imports of ours: detokenizer.py, gguf_vocab.py and chat_template.py, the three ideas that this one is made of.
-Left out: tokenizer.model without tokenizer.json (convert it with transformers), WordPiece and word-level vocabularies.
+Left out: clean-up of spaces before punctuation (it rewrites text that was already sent); tokenizer.model without
+tokenizer.json (convert it with transformers); WordPiece and word-level vocabularies.
 """
 
+import codecs
 import functools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from detokenizer import Detokenizer, StopChecker
 from formats import gguf_vocab
 from formats.chat_template import ChatTemplate, ControlStrings, Shield
-from formats.template_sandbox import TemplateError
-
-__all__ = ["Detokenizer", "StopChecker", "TemplateError", "Tokenizer"]
 
 BLANKS = re.compile(r"\s*")
 SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class Detokenizer:
+    """Text of a growing sequence of ids; nothing is decoded twice.
+
+    Whatever the grouping of the ids, the pieces joined equal the decoding of the whole. Bytes that never become a
+    character turn into U+FFFD, by the rule of the Unicode Standard, section 3.9, as soon as this is certain.
+
+    `to_bytes` maps an id to the bytes it contributes (b"" for ids to be skipped and for ids beyond the vocabulary).
+    `strip_first_space` drops one space at the very start of the text: SentencePiece writes one before the first word.
+    The prompt is consumed first and not reported, but it decides two things at the seam: whether that first space is
+    still to come, and which bytes of a character the prompt has already supplied.
+    """
+
+    def __init__(self, to_bytes: Callable[[int], bytes], prompt_ids: Iterable[int] = (), strip_first_space=False):
+        self._to_bytes = to_bytes
+        self._strip = strip_first_space
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self.add(prompt_ids)
+
+    def add(self, token_ids: Iterable[int]) -> str:
+        """The text that these ids made certain: whole characters only; "" while a character is unfinished."""
+        data = b"".join(map(self._to_bytes, token_ids))
+        if self._strip and data:
+            data = data.removeprefix(b" ")
+            self._strip = False
+        return self._utf8.decode(data)
+
+    def finish(self) -> str:
+        """What is still held back: U+FFFD for a character that will never be completed, else ""."""
+        return self._utf8.decode(b"", final=True)
+
+    def gap(self, token_id: int) -> int:
+        """How many U+FFFD this id's text will stand behind, as it cannot continue the character that is unfinished."""
+        waiting, first = self._utf8.getstate()[0], self._to_bytes(token_id)[:1]
+        try:
+            codecs.getincrementaldecoder("utf-8")().decode(waiting + first)
+        except UnicodeDecodeError:
+            return len(waiting.decode(errors="replace"))
+        return 0
+
+
+class StopChecker:
+    """Ends a text at the first stop string, without ever showing a piece of it.
+
+    The match that *completes* first wins, and of two that complete at the same character the longer one: so the answer
+    is the one a reader of single characters would give, however the text is cut into chunks.
+
+    `include_stop_str` lets the matched string itself through. Raises ValueError for an empty stop string: it would
+    match everything at once.
+    """
+
+    def __init__(self, stop: str | Iterable[str] = (), include_stop_str: bool = False):
+        stops = [stop] if isinstance(stop, str) else list(stop or ())
+        for item in stops:
+            if not isinstance(item, str) or not item:
+                raise ValueError(f"stop holds {item!r}: every stop string needs at least one character; leave it out")
+        self._stops = stops
+        self._include = include_stop_str
+        # The longest run of characters that can be a beginning of a stop string without being all of it.
+        self._longest = max((len(item) - 1 for item in stops), default=0)
+        self._held = ""  # a proper beginning of some stop string, not released yet
+        self.matched: str | None = None
+
+    def feed(self, text: str, armed: bool = True) -> tuple[str, str | None]:
+        """Text that is safe to show now, and the stop string that ended it (None: go on).
+
+        With `armed=False` nothing is looked for and everything is released (a request below its `min_tokens`): a stop
+        string that began there never matches. After a match all further text is swallowed.
+        """
+        if self.matched is not None:
+            return "", self.matched
+        text = self._held + text
+        self._held = ""
+        if not armed:
+            return text, None
+        if match := self._first_match(text):
+            start, end = match
+            self.matched = text[start:end]
+            return text[: end if self._include else start], self.matched
+        keep = self._possible_beginning(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], None
+
+    def flush(self) -> str:
+        """At the end of the text: what was held back after all did not become a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_match(self, text: str) -> tuple[int, int] | None:
+        found = [(start + len(item), start) for item in self._stops if (start := text.find(item)) >= 0]
+        if not found:
+            return None
+        end, start = min(found)
+        return start, end
+
+    def _possible_beginning(self, text: str) -> int:
+        for length in range(min(self._longest, len(text)), 0, -1):
+            tail = text[-length:]
+            if any(item.startswith(tail) for item in self._stops):
+                return length
+        return 0
 
 
 class Tokenizer:
@@ -168,7 +257,7 @@ class Tokenizer:
         """
         shield = Shield(self._controls)
         text = self._template.render(messages, shield=shield, **options)
-        return self._encode_shielded(text, shield) if shield.used else self.encode(text, add_special_tokens=False)
+        return self._encode_shielded(text, shield) if shield.marks else self.encode(text, add_special_tokens=False)
 
     def _encode_shielded(self, text: str, shield: Shield) -> list[int]:
         """Cut at the control strings that the template wrote; what lies between is text, whatever it spells."""

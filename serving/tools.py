@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from automata import GrammarError
-from tokenizer import TemplateError, Tokenizer
+from formats.chat_template import TemplateError
+from tokenizer import Tokenizer
 
 PROBE = "probe_function_name"
 SCHEMAS_BY_NAME = ("properties", "$defs", "definitions")

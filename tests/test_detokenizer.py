@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizer import KINDS, byte_level_library, folder, sentencepiece_pieces, texts, tiny
 
-from detokenizer import Detokenizer, StopChecker
-from tokenizer import Tokenizer
+from tokenizer import Detokenizer, StopChecker, Tokenizer
 
 
 def stream(tokenizer: Tokenizer, ids: list[int], sizes: list[int], prompt: list[int] = ()) -> list[str]:
@@ -17,9 +16,7 @@ def stream(tokenizer: Tokenizer, ids: list[int], sizes: list[int], prompt: list[
         size = sizes[len(chunks) % len(sizes)]
         chunks.append(detokenizer.add(ids[at : at + size]))
         at += size
-    chunks.append(detokenizer.finish())
-    assert detokenizer.text == "".join(chunks)
-    return chunks
+    return [*chunks, detokenizer.finish()]
 
 
 # ---- round trips and streaming ----
@@ -66,7 +63,7 @@ def test_decode_equals_the_library_where_utf8_is_valid(text):
         assert tokenizer.decode(ids, skip_special_tokens=False) == tokenizer._library.decode(ids, False)
 
 
-def test_F01_characters_over_several_tokens_stream_whole():
+def test_characters_over_several_tokens_stream_whole():
     tokenizer = tiny("bytes")
     text = "ďábel 😀 你好"
     chunks = stream(tokenizer, tokenizer.encode(text, add_special_tokens=False), [1])
@@ -76,7 +73,7 @@ def test_F01_characters_over_several_tokens_stream_whole():
 
 @pytest.mark.parametrize("kind", ["meta", "first", "always"])
 @pytest.mark.parametrize("size", [1, 8])
-def test_F02_spaces_of_metaspace_survive_grouping_and_the_seam(kind, size):
+def test_spaces_of_metaspace_survive_grouping_and_the_seam(kind, size):
     tokenizer = tiny(kind)
     ids = tokenizer.encode("the cat. It is")
     assert "".join(stream(tokenizer, ids, [size])) == tokenizer.decode(ids) == "the cat. It is"
@@ -86,14 +83,14 @@ def test_F02_spaces_of_metaspace_survive_grouping_and_the_seam(kind, size):
     assert "".join(stream(tokenizer, ids[1:], [size], ids[:1])) == "the cat. It is"  # prompt: BOS alone
 
 
-def test_F03_clean_up_flag_deletes_no_space(tmp_path):
+def test_clean_up_flag_deletes_no_space(tmp_path):
     path = folder(tmp_path, byte_level_library(), clean_up_tokenization_spaces=True)
     tokenizer = Tokenizer.from_folder(path)
     ids = tokenizer.encode("x != y .")
     assert tokenizer.decode(ids) == "".join(stream(tokenizer, ids, [1])) == "x != y ."
 
 
-def test_F04_padded_ids_are_empty_text():
+def test_padded_ids_are_empty_text():
     tokenizer = tiny("bytes")
     padded = tokenizer.vocab_size + 7
     assert tokenizer.token_bytes(padded) == tokenizer.token_bytes(-1) == b"" and not tokenizer.is_special(padded)
@@ -171,7 +168,7 @@ def test_stop_checker_holds_back_no_more_than_it_must(text, stop):
         )
 
 
-def test_F13_no_piece_of_a_stop_string_is_shown():
+def test_no_piece_of_a_stop_string_is_shown():
     checker = StopChecker(["BCDEF"])
     results = [checker.feed(piece) for piece in ("A", "BC", "DE", "F", "more")]
     assert results == [("A", None), ("", None), ("", None), ("", "BCDEF"), ("", "BCDEF")]
@@ -190,7 +187,7 @@ def test_held_text_is_released_when_the_match_fails_or_the_text_ends():
 
 
 @pytest.mark.parametrize("stop", [[""], "", ["a", ""]])
-def test_F14_empty_stop_string_is_refused(stop):
+def test_empty_stop_string_is_refused(stop):
     if stop == "":
         stop = [stop]
     with pytest.raises(ValueError, match="at least one character"):
@@ -198,7 +195,7 @@ def test_F14_empty_stop_string_is_refused(stop):
 
 
 @pytest.mark.parametrize("stop", [None, []])
-def test_F14_no_stop_strings_mean_no_stop(stop):
+def test_no_stop_strings_mean_no_stop(stop):
     checker = StopChecker(stop)
     assert checker.feed("anything") == ("anything", None) and checker.flush() == ""
 

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from fastapi.exceptions import RequestValidationError
 
+from formats.chat_template import TemplateError
 from sampling import ParameterError
 from serving.guard import (
     ApiError,
@@ -17,7 +18,6 @@ from serving.guard import (
     sse,
     until_left,
 )
-from tokenizer import TemplateError
 
 
 class Client:

@@ -23,7 +23,7 @@ def template_writing_bos() -> str:
     return "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
-def test_F07_one_bos_on_chat_and_on_plain_text(tmp_path):
+def test_one_bos_on_chat_and_on_plain_text(tmp_path):
     library = byte_level_library()
     bos = library.token_to_id("<s>")
     library.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", bos)])
@@ -33,7 +33,7 @@ def test_F07_one_bos_on_chat_and_on_plain_text(tmp_path):
         check_one_bos(tokenizer, bos)
 
 
-def test_F07_one_bos_from_gguf():
+def test_one_bos_from_gguf():
     metadata = gguf_metadata("gpt2", add_bos_token=True) | {"tokenizer.chat_template": template_writing_bos()}
     tokenizer = Tokenizer.from_gguf(metadata)
     check_one_bos(tokenizer, metadata["tokenizer.ggml.bos_token_id"])
@@ -49,7 +49,7 @@ def check_one_bos(tokenizer: Tokenizer, bos: int) -> None:
     assert chat.count(bos) == 1 and chat[0] == bos
 
 
-def test_F08_add_bos_false_is_honoured_and_nothing_is_stripped(tmp_path):
+def test_add_bos_false_is_honoured_and_nothing_is_stripped(tmp_path):
     library = byte_level_library()
     bos = library.token_to_id("<s>")
     library.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", bos)])
@@ -128,7 +128,7 @@ def test_specials_come_from_the_config_or_the_map(tmp_path):
         (lambda path: (path / "chat_template.jinja").write_bytes(b"\xff\xfe"), "chat_template.jinja is not UTF-8"),
     ],
 )
-def test_F54_bad_files_are_named(tmp_path, spoil, message):
+def test_bad_files_are_named(tmp_path, spoil, message):
     path = folder(tmp_path, byte_level_library())
     spoil(path)
     with pytest.raises(ValueError, match=message):
@@ -139,7 +139,7 @@ def test_F54_bad_files_are_named(tmp_path, spoil, message):
     "decoder",
     [decoders.WordPiece(), decoders.Sequence([decoders.Replace(Regex("▁"), " "), decoders.Fuse()])],
 )
-def test_F02_unknown_decoders_are_refused(decoder):
+def test_unknown_decoders_are_refused(decoder):
     library = byte_level_library()
     library.decoder = decoder
     with pytest.raises(ValueError, match="WordPiece|Replace"):
@@ -184,7 +184,7 @@ def cached_library(kind: str):
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
-def test_F05_control_and_user_defined_tokens_are_one_id_each(model):
+def test_control_and_user_defined_tokens_are_one_id_each(model):
     tokenizer = cached_gguf(model)
     tokens = gguf_metadata(model)["tokenizer.ggml.tokens"]
     ids = tokenizer.encode("a<think>b<|im_end|>c")
@@ -249,7 +249,7 @@ def test_gguf_vocabularies_that_cannot_be_read_are_refused_by_name(changes, mess
         Tokenizer.from_gguf(gguf_metadata("gpt2", **changes))
 
 
-def test_F54_a_sentencepiece_vocabulary_with_damaged_settings_is_refused_by_name():
+def test_a_sentencepiece_vocabulary_with_damaged_settings_is_refused_by_name():
     for changes, message in (
         ({"unknown_token_id": 10**9}, "unknown_token_id is"),
         ({"scores": 5}, "scores is no list"),
