@@ -6,17 +6,15 @@
 Problem. A head is judged by one thing: how often its guess is the token that the target then draws. There are only
 minutes to teach it that, so every text should teach as much as it can.
 
-Idea. A token that was drawn is one sample, but the state after it, which is kept beside it, holds the target's whole
-opinion (its head turns it into chances). The head learns to have that opinion, step after step from its own states:
+Idea. A drawn token is one sample, but the state after it holds the target's distribution over all tokens. The head is
+trained towards this teacher distribution, step after step from its own states:
 
     head       s_i ── token i ──► s' ── token i+1 ──► s'' ...    tokens as drawn, states of its own
                                   |                   |          cross entropy of the two, over the kept tokens
-    target                  opinion of s_i+1    opinion of s_i+2
+    target                   p(. | s_i+1)        p(. | s_i+2)    its TOP likeliest tokens, computed once
 
-Later steps are trained on fewer rows, as later guesses are made less often. The opinion is kept as its TOP likeliest
-tokens, so that it is computed once. A head soon knows its texts by heart, hence the dropout, and rather more texts
-than more steps. Everything random comes from the seed, and batch n from the seed and n: a run that
-was interrupted ends with the same file as one that was not.
+Later steps are trained on fewer rows, as later guesses are made less often. Everything random comes from the seed, and
+batch n from the seed and n: an interrupted run ends with the same file as one that was not.
 
 Sources: distillation, Hinton et al. 2015 (arXiv:1503.02531, section 2), for drafts DistillSpec, Zhou et al. 2023
 (arXiv:2310.08461); several steps from its own states, HASS, Zhang et al. 2024 (arXiv:2408.15766, section 3.2); AdamW,
@@ -47,13 +45,13 @@ import kernels
 from drafting.budget import Speculator
 from drafting.head import EPS, head_shapes, save_head
 from drafting.texts import held_out, write_texts
-from formats.command_line import as_command
+from formats.command_line import as_command, warn
 from generate import LLM
 from model import Transformer
 from sampling import SamplingParams
 from speculative import NgramProposer
 
-TOP = 32  # tokens of the target's opinion that are kept
+TOP = 32  # likeliest tokens of the teacher distribution that are kept
 HELD_BACK = 17  # every so many-th text is not trained on
 SAVE_EVERY = 50  # steps
 NOTE = "settings.json"  # in the work folder: what the run in it is
@@ -138,9 +136,9 @@ class Examples:
         self.table = target.head.lookup(self.kept).float()  # [kept, hidden]
         ids, self.where = self.tokens.unique(return_inverse=True)
         self.embeddings = target.embed.lookup(ids).float()  # [distinct tokens, hidden]
-        self.opinions = [torch.cat(parts) for parts in zip(*map(self._opinion, self.states.split(1024)), strict=True)]
+        self.teacher = [torch.cat(parts) for parts in zip(*map(self._teacher_of, self.states.split(1024)), strict=True)]
 
-    def _opinion(self, states: Tensor) -> tuple[Tensor, Tensor]:
+    def _teacher_of(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """The chances of the TOP kept tokens [R, TOP], and which they are."""
         top = F.linear(states.float(), self.table).topk(min(TOP, len(self.kept)))
         return top.values.softmax(1), top.indices
@@ -171,11 +169,11 @@ def unrolled(w: dict[str, Tensor], ex: Examples, rows: Tensor, unroll: int, shri
 
 
 def loss_of(w: dict[str, Tensor], ex: Examples, rows: Tensor, unroll: int, **step) -> Tensor:
-    """Cross entropy of the target's opinion and the head's, summed over the steps, per row of the first."""
+    """Cross entropy of the teacher distribution and the head's, summed over the steps, per row of the first."""
     total = torch.zeros(())
     for at, chances in unrolled(w, ex, rows, unroll, **step):
-        opinion, where = (part[at + 1] for part in ex.opinions)
-        total = total - (opinion * chances.gather(1, where)).sum()
+        chances_there, where = (part[at + 1] for part in ex.teacher)
+        total = total - (chances_there * chances.gather(1, where)).sum()
     return total / len(rows)
 
 
@@ -261,10 +259,10 @@ def train(out: str | Path, settings: Settings, load: Callable[[], LLM], resume: 
     llm = load()
     folder.mkdir(parents=True, exist_ok=True)  # not before: what is refused leaves nothing behind
     (folder / NOTE).write_text(json.dumps(asdict(settings)), encoding="utf-8")
-    texts = write_texts(llm, folder, settings.texts, settings.tokens, settings.seed, Bar("texts"))
+    texts = write_texts(llm, folder, settings.texts, settings.tokens, settings.seed, Progress("texts"))
     torch.set_num_threads(kernels.threads())  # an LLM leaves torch one, for the sake of its own kernels
     examples = Examples(texts, settings.kept, llm.model)
-    bar = Bar("steps")
+    bar = Progress("steps")
     weights = fit(examples, settings, folder, lambda step, loss, hits: bar(step, settings.steps, loss, hits))
     save_head(out, weights, llm.model, settings.model, asdict(settings))
 
@@ -284,26 +282,22 @@ def check_folder(folder: Path, settings: Settings, resume: bool) -> None:
             raise ValueError(f"{folder} holds a run with other settings (there, asked for): {differ}; delete it first")
 
 
-class Bar:
-    """Progress on stderr: a bar on a terminal, else a line whenever there is an accuracy to report."""
+class Progress:
+    """Lines on stderr about what is done: one that is written over on a terminal, else one for each accuracy."""
 
     def __init__(self, what: str):
-        self.what, self.start, self.first, self.hits = what, time.perf_counter(), None, []
+        self.what, self.start, self.first = what, time.perf_counter(), None
 
     def __call__(self, done: int, total: int, loss: float | None = None, hits: list[float] | None = None) -> None:
         self.first = done if self.first is None else self.first  # what an earlier run did says nothing of the pace
-        self.hits = hits or self.hits
-        spent = time.perf_counter() - self.start
-        left = spent / max(1, done - self.first) * (total - done)
+        left = (time.perf_counter() - self.start) / max(1, done - self.first) * (total - done)
         line = f"{self.what} {done:,} of {total:,}, {left / 60:.1f} minutes left"
         line += "" if loss is None else f", loss {loss:.2f}"
-        line += f", right {' '.join(f'{hit:.1%}' for hit in self.hits)}" if self.hits else ""
-        if sys.stderr.isatty():
-            filled = 30 * done // total
-            end = "\n" if done == total else ""
-            print(f"\r[{'#' * filled}{'.' * (30 - filled)}] {line}  ", end=end, file=sys.stderr, flush=True)
+        line += f", right {' '.join(f'{hit:.1%}' for hit in hits)}" if hits else ""
+        if sys.stderr and sys.stderr.isatty():
+            warn(f"\r{line}  ", end="\n" if done == total or hits else "")
         elif hits or loss is None:
-            print(line, file=sys.stderr, flush=True)
+            warn(line)
 
 
 @dataclass

@@ -366,7 +366,7 @@ def test_an_interrupted_training_ends_with_the_same_file(folder, tmp_path, monke
                 raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("drafting.train.Bar", Interrupting)
+        patch.setattr("drafting.train.Progress", Interrupting)
         train(tmp_path / "halves", settings, load)
     assert not (tmp_path / "halves").exists()
     with pytest.raises(ValueError, match="--resume, or delete it"):
