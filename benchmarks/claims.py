@@ -79,11 +79,11 @@ class Progress:
         if self.live:
             self._write(f"{self.names[len(self.done)]}: {label}")
 
-    def end(self, note: str) -> None:
-        """The current row is finished; `note` says how."""
+    def end(self, outcome: str) -> None:
+        """The current row is finished; `outcome` says how."""
         name = self.names[len(self.done)]
         self.done.append(name)
-        self._write(f"{name}: {note}")
+        self._write(f"{name}: {outcome}")
         if self.live:
             print(file=self.out)
 
@@ -140,13 +140,13 @@ def measure_all(lab: Lab, names: list[str], result: dict, save: Callable[[], Non
         began = time.perf_counter()
         try:
             result["claims"][name] = measure(lab, name)
-            note = f"{time.perf_counter() - began:.0f} s"
+            outcome = f"{time.perf_counter() - began:.0f} s"
         except Exception as error:  # whatever it is, it is the fault of this row alone
             result["failed"][name] = f"{type(error).__name__}: {error}"
-            note = f"FAILED: {result['failed'][name]}"
+            outcome = f"FAILED: {result['failed'][name]}"
         result["claims"] = {key: result["claims"][key] for key in CLAIMS if key in result["claims"]}
         save()
-        progress.end(note)
+        progress.end(outcome)
 
 
 # ---- what is written
@@ -210,7 +210,7 @@ def with_summary(text: str, result: dict) -> str:
 
 
 def check_readme(text: str, names: list[str]) -> None:
-    """Refuse to write a table of these rows where one is missing, or without a place to write it."""
+    """Refuse to write a table of these rows where one is missing, or without the marks to write between."""
     missing = [name for name in CLAIMS if name not in names]
     if missing:
         raise ValueError(f"--readme shows all rows, and there would be no {', '.join(missing)}: measure them too")

@@ -281,8 +281,8 @@ def configurations(bench: Bench) -> dict:
         "float32 GFLOP/s": round(matrix_rate(torch.float32) / 1e9, 2),
         "int8 GOP/s": round(matrix_rate(torch.int8) / 1e9, 2),
     }
-    found = {name: configuration(bench, name) for name in bench.sizes.configurations}
-    return {"prompt": bench.sizes.prompt, "ceilings": ceilings, "found": found}
+    rows = {name: configuration(bench, name) for name in bench.sizes.configurations}
+    return {"prompt": bench.sizes.prompt, "ceilings": ceilings, "found": rows}
 
 
 def configuration(bench: Bench, name: str) -> dict:

@@ -54,7 +54,7 @@ def percent(panel) -> None:
 
 def kv_memory(data: dict, figure) -> str:
     looks = {"tokens": (BLUE, ""), "reserved": (GREEN, "///"), "fragments": (RED, "xxx")}
-    found = []
+    sentences = []
     for panel, (side, parts) in zip(figure.subplots(1, 2, sharey=True), data.items(), strict=True):
         below = [0.0] * len(parts["tokens"])
         for part in PARTS:
@@ -66,12 +66,12 @@ def kv_memory(data: dict, figure) -> str:
             below = [a + b for a, b in zip(below, parts[part], strict=True)]
         panel.set(title=side, xticks=[], xlabel="time →", ylim=(0, 1.0))
         percent(panel)
-        found.append(f"{side}: " + ", ".join(f"{parts['mean'][part]:.0%} {part}" for part in PARTS))
+        sentences.append(f"{side}: " + ", ".join(f"{parts['mean'][part]:.0%} {part}" for part in PARTS))
     figure.axes[0].set_ylabel("of the KV memory")
     marks = [swatch(*looks[part], filled=part == "tokens") for part in PARTS]
     names = ["tokens", "reserved: will be filled", "fragments: never used"]
     figure.legend(marks, names, loc="outside lower center", ncols=3)
-    return "; ".join(found) + "."
+    return "; ".join(sentences) + "."
 
 
 def swatch(colour: str, hatch: str, filled: bool):
@@ -83,7 +83,7 @@ def swatch(colour: str, hatch: str, filled: bool):
 def batch_chart(data: dict, figure) -> str:
     last = max(end for rows in data.values() for _, _, end, _ in rows)
     slots = 1 + max(slot for rows in data.values() for slot, *_ in rows)
-    found = []
+    sentences = []
     for panel, (side, rows) in zip(figure.subplots(2, 1, sharex=True), data.items(), strict=True):
         steps = max(end for _, _, end, _ in rows)
         panel.barh(range(slots), [steps] * slots, 0.72, color=GREY, alpha=0.25)
@@ -93,16 +93,16 @@ def batch_chart(data: dict, figure) -> str:
                 middle = (start + end) / 2
                 panel.text(middle, slot, number + 1, color="white", ha="center", va="center_baseline", fontsize=7.5)
         used = sum(end - start for _, start, end, _ in rows) / slots / steps
-        found.append(f"{side} batching: {steps} steps, {used:.0%} of the batch slots used")
-        panel.set(title=found[-1], ylabel="batch slot", yticks=range(slots), yticklabels=range(1, slots + 1))
+        sentences.append(f"{side} batching: {steps} steps, {used:.0%} of the batch slots used")
+        panel.set(title=sentences[-1], ylabel="batch slot", yticks=range(slots), yticklabels=range(1, slots + 1))
         panel.set(xlim=(0, last), ylim=(slots - 0.5, -0.5))
         panel.grid(False)
     panel.set_xlabel("step (pale: an empty slot; numbers: requests)")
-    return "; ".join(found) + "."
+    return "; ".join(sentences) + "."
 
 
 def chunking(data: dict, figure) -> str:
-    panel, found = figure.subplots(), []
+    panel, sentences = figure.subplots(), []
     for (side, series), colour in zip(data["sides"].items(), (RED, BLUE), strict=True):
         times = [seconds - series["arrived"] for seconds, _ in series["gaps"]]
         gaps = [gap for _, gap in series["gaps"]]
@@ -112,23 +112,23 @@ def chunking(data: dict, figure) -> str:
         above = first == max(gaps)
         style = {"color": colour, "va": "bottom" if above else "top", "in_layout": False}
         label(panel, f"{side}: at most {max(gaps):,.0f} ms", (0, first), (6, 7 if above else -7), **style)
-        found.append(f"{side}: the longest gap is {max(gaps):,.0f} ms")
+        sentences.append(f"{side}: the longest gap is {max(gaps):,.0f} ms")
     panel.axvline(0, color=GREY, linestyle=":", linewidth=1)
     panel.text(0, 0.98, f" {data['long_prompt']:,} tokens arrive", transform=panel.get_xaxis_transform(), va="top")
     panel.set(yscale="log", ylabel="ms since the last token", xlabel="seconds since the long prompt arrived")
     panel.set_ylim(top=4 * max(gap for series in data["sides"].values() for _, gap in series["gaps"]))
-    return "; ".join(found) + "."
+    return "; ".join(sentences) + "."
 
 
 def hit_rate(data: dict, figure) -> str:
-    panel, found = figure.subplots(), []
+    panel, sentences = figure.subplots(), []
     names = {"fcfs": "in order of arrival", "lpm": "longest cached prefix first"}
     for (policy, points), colour, marker, below in zip(data.items(), (RED, BLUE), "os", (True, False), strict=True):
         sizes, rates = zip(*points, strict=True)
         panel.plot(sizes, rates, color=colour, marker=marker)
         shift, va = ((8, -8), "top") if below else ((-4, 20), "bottom")
         label(panel, names[policy], (sizes[below], rates[below]), shift, color=colour, va=va)
-        found.append(
+        sentences.append(
             f"{names[policy]}: {rates[0]:.0%} with {sizes[0]:,} tokens of KV, {rates[-1]:.0%} with {sizes[-1]:,}"
         )
     panel.set(
@@ -138,7 +138,7 @@ def hit_rate(data: dict, figure) -> str:
     panel.set_xticks(ticks, [f"{size:,}" for size in ticks])
     panel.minorticks_off()
     percent(panel)
-    return "; ".join(found) + "."
+    return "; ".join(sentences) + "."
 
 
 def radix_tree(data: dict, figure) -> str:
@@ -183,9 +183,9 @@ LOOKS = {"float32": (GREY, "o"), "bfloat16": (GREEN, "s"), "int8": (RED, "^"), "
 
 def roofline(data: dict, figure) -> str:
     panel = figure.subplots()
-    bandwidth, single, whole = data["ceilings"].values()
+    bandwidth, single, integer = data["ceilings"].values()
     low, high = 0.2, 3000.0
-    for ceiling, name in ((single, "float32 products"), (whole, "8-bit integer products")):
+    for ceiling, name in ((single, "float32 products"), (integer, "8-bit integer products")):
         panel.plot([low, ceiling / bandwidth, high], [low * bandwidth, ceiling, ceiling], color=GREY, linewidth=1.2)
         panel.plot([low, ceiling / bandwidth], [ceiling, ceiling], color=GREY, linewidth=0.8, linestyle=":")
         panel.text(low * 1.2, ceiling * 1.07, f"{name}: {ceiling:,.0f}", va="bottom", fontsize=8.5)
@@ -204,24 +204,24 @@ def roofline(data: dict, figure) -> str:
     names = ["float32", "bfloat16", "int8 (hollow: in groups)", "int4 (hollow: larger groups)"]
     panel.legend(marks, names, loc="lower right", fontsize=8.5)
     panel.set(xscale="log", yscale="log", xlabel="operations per byte of weights and KV", xlim=(low, high))
-    panel.set(ylabel="billion operations a second", ylim=(2, whole * 2.5))
+    panel.set(ylabel="billion operations a second", ylim=(2, integer * 2.5))
     shares = ", ".join(f"{batch} {by['int4']:.0%}" for batch, by in best.items() if "int4" in by)
     return f"Share of the ceiling above each dot, int4: {shares}."
 
 
 def dots(f: dict, data: dict) -> list[tuple[str, float, float, float]]:
     """(label, operations per byte, billion operations a second, the roof there) of a configuration."""
-    bandwidth, single, whole = data["ceilings"].values()
-    found = []
+    bandwidth, single, integer = data["ceilings"].values()
+    points = []
     for batch, rate in f["decode_tok_s"].items():
         operations = 2 * (f["layer_parameters"] + f["head_parameters"])  # of one token
-        found.append(
+        points.append(
             (f"×{batch}", operations * int(batch) / (f["step_bytes"] + int(batch) * f["kv_bytes"]), operations * rate)
         )
     operations = 2 * f["layer_parameters"] * data["prompt"]
-    found.append(("prefill", operations / f["step_bytes"], operations * f["prefill_tok_s"] / data["prompt"]))
-    peak = whole if f["bits"] < 16 else single
-    return [(label, x, y / 1e9, min(x * bandwidth, peak)) for label, x, y in found]
+    points.append(("prefill", operations / f["step_bytes"], operations * f["prefill_tok_s"] / data["prompt"]))
+    peak = integer if f["bits"] < 16 else single
+    return [(label, x, y / 1e9, min(x * bandwidth, peak)) for label, x, y in points]
 
 
 PLACES = {  # of the names, beside dots that lie close together: points right, points up, alignment
@@ -256,13 +256,13 @@ def bits(data: dict, figure) -> str:
 
 def acceptance(data: dict, figure) -> str:
     share, gain = figure.subplots(1, 2)
-    found = []
+    sentences = []
     for (text, points), colour, marker in zip(data.items(), (BLUE, RED), "so", strict=True):
         lengths, shares, tokens = zip(*points, strict=True)
         for panel, values in ((share, shares), (gain, tokens)):
             panel.plot(lengths, values, color=colour, marker=marker)
         label(gain, text, (lengths[-1], tokens[-1]), (0, 7), color=colour, ha="right")
-        found.append(
+        sentences.append(
             f"{text}: drafts of {lengths[-1]} are {shares[-1]:.0%} right and give {tokens[-1]:.2f} tokens a step"
         )
     share.set(title="guesses that were right", ylim=(0, 1), xlabel="guesses a step", xticks=lengths)
@@ -270,7 +270,7 @@ def acceptance(data: dict, figure) -> str:
     gain.set(title="tokens a step", xlabel="guesses a step", xticks=lengths)
     gain.set_ylim(bottom=0)
     gain.margins(y=0.2)
-    return "; ".join(found) + "."
+    return "; ".join(sentences) + "."
 
 
 def load(data: dict, figure) -> str:
@@ -361,16 +361,16 @@ def draw(name: str, data: dict, path: Path) -> str:
     picture = PICTURES[name]
     with pyplot.rc_context(STYLE):
         figure = pyplot.figure()
-        found = picture.draw(data, figure)
+        sentence = picture.draw(data, figure)
         figure.suptitle(picture.title, x=0.01, ha="left", fontsize=11)
         figure.savefig(path, metadata=dict.fromkeys(("Date", "Creator")) if path.suffix == ".svg" else None)
         pyplot.close(figure)
     if path.suffix == ".svg":
-        words = f"<title>{escape(picture.title)}</title>\n <desc>{escape(picture.alt)} {escape(found)}</desc>\n"
+        words = f"<title>{escape(picture.title)}</title>\n <desc>{escape(picture.alt)} {escape(sentence)}</desc>\n"
         head, tag, body = path.read_text(encoding="utf-8").partition("<svg ")
         opening, end, rest = body.partition(">")
         path.write_text(f'{head}{tag}role="img" {opening}{end}\n {words}{rest}', encoding="utf-8")
-    return found
+    return sentence
 
 
 # ---- the command
@@ -443,8 +443,8 @@ def run(args: argparse.Namespace, bench: Bench) -> dict[str, str]:
 @as_command
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    found = run(args, Bench(args.model, args.threads, Sizes()))
-    print(json.dumps(found) if args.json else "\n".join(f"{name:12} {text}" for name, text in found.items()))
+    sentences = run(args, Bench(args.model, args.threads, Sizes()))
+    print(json.dumps(sentences) if args.json else "\n".join(f"{name:12} {text}" for name, text in sentences.items()))
     return 0
 
 

@@ -322,10 +322,10 @@ def resident_bytes(url: str, key: str | None) -> int | None:
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as the load itself goes
     try:
         with direct.open(request, timeout=10) as answer:
-            found = re.search(r"^process_resident_memory_bytes (\S+)$", answer.read().decode(), re.MULTILINE)
+            size = re.search(r"^process_resident_memory_bytes (\S+)$", answer.read().decode(), re.MULTILINE)
     except (OSError, ValueError):
         return None
-    return int(float(found[1])) if found else None
+    return int(float(size[1])) if size else None
 
 
 def sweep(args: argparse.Namespace, url: str) -> dict:
@@ -337,7 +337,7 @@ def sweep(args: argparse.Namespace, url: str) -> dict:
     return {"rates": rows}
 
 
-def beside(args: argparse.Namespace, url: str) -> dict:
+def in_turn_with_peers(args: argparse.Namespace, url: str) -> dict:
     """The closed loop in turn with the peers: {"rounds": [figures], "peers": {name: {tok_s, ratio, ratios}}}."""
     peers = bench_peers.commands(args.peer, args.model[0] if args.model else "smollm2")
     sizes = ["--prompt", "64", "--gen", str(args.gen), "--repeat", "1", "--batch", str(args.concurrency)]
@@ -349,11 +349,11 @@ def beside(args: argparse.Namespace, url: str) -> dict:
         for name, command in peers.items():
             rows = bench_peers.medians_of(name, [*command, *sizes], [args.concurrency])
             rates[name].append(rows[f"decode x{args.concurrency}"])
-    found = {}
+    beside = {}
     for name, tok_s in rates.items():
         ratios = [round(ours["tokens_s"] / theirs, 2) for ours, theirs in zip(rounds, tok_s, strict=True)]
-        found[name] = {"tok_s": tok_s, "ratio": statistics.median(ratios), "ratios": ratios}
-    return {"rounds": rounds, "peers": found}
+        beside[name] = {"tok_s": tok_s, "ratio": statistics.median(ratios), "ratios": ratios}
+    return {"rounds": rounds, "peers": beside}
 
 
 def as_text(result: dict) -> str:
@@ -396,7 +396,7 @@ def run(args: argparse.Namespace, engine_flags: list[str]) -> int:
     """Measure the server at --url, or one that is started for it."""
     with server(args, engine_flags) as url:
         if args.rates or args.peer:
-            result = sweep(args, url) if args.rates else beside(args, url)
+            result = sweep(args, url) if args.rates else in_turn_with_peers(args, url)
         else:
             result, answers = measure(args, url, args.rate)
     if args.plot:
@@ -410,9 +410,9 @@ def wait_for_address(child: subprocess.Popen) -> str:
     log = []
     for line in child.stderr:
         log.append(line)
-        if found := re.search(r"(http://\S+)/v1 serves", line):
+        if address := re.search(r"(http://\S+)/v1 serves", line):
             threading.Thread(target=child.stderr.read, daemon=True).start()
-            return found[1]
+            return address[1]
     raise ValueError(f"serve.py did not start: {''.join(log)[-500:].strip()}")
 
 
