@@ -96,7 +96,7 @@ class Engine:
         if params.beam_width:
             self._check_beams(params, len(prompt_ids) + limit)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
-        guide = self.guides.answer(params, prompt_ids)
+        guide = self.guides.answer(params, prompt_ids) if params.structured else None
         request = Request(next(self.ids), list(prompt_ids), params, limit, stop_ids, self.tokenizer, prompt, guide)
         seq = request.seq = Sequence(
             list(prompt_ids),
@@ -176,8 +176,9 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Delta]:
         """Compute one step and return what it added to whom. Whatever goes wrong ends requests, never the engine."""
-        kernels.use_device(self.device)
         deltas: list[Delta] = []
+        if self.device.type == "cuda":
+            kernels.use_device(self.device)
         try:
             self.advance(deltas)
         except Exception as error:  # outside the model's part of a step, so no entry of its plan can be trusted

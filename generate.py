@@ -175,7 +175,8 @@ class LLM:
                     self._step()
         finally:  # refused halfway, or interrupted: nothing of this call stays behind
             for request in requests:
-                self.engine.abort(request)
+                if not request.finished:
+                    self.engine.abort(request)
         return [request.output() for request in requests]
 
     def chat(self, messages: list[dict], params: SamplingParams | None = None, **template_options) -> RequestOutput:

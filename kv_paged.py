@@ -57,6 +57,7 @@ class BlockPool:
         if block_size < 1:
             raise ValueError(f"block_size={block_size}: must be at least 1 token")
         self.num_blocks, self.block_size = num_blocks, block_size
+        self.total = num_blocks - 1  # blocks that can ever be handed out: block 0 is not among them
         self.refs = [0] * num_blocks  # owners per block; readers outside this class must not write it
         self.refs[0] = 1  # block 0 belongs to padding for ever
         self._free = list(range(num_blocks - 1, 0, -1))  # a stack: the block freed last is the warmest in the caches
@@ -64,11 +65,6 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         return len(self._free)
-
-    @property
-    def total(self) -> int:
-        """Blocks that can ever be handed out (block 0 is not among them)."""
-        return self.num_blocks - 1
 
     def allocate(self, n: int) -> list[int]:
         """Take `n` free blocks, in any physical order, each with one owner. Short: OutOfBlocks, and none is taken."""
@@ -265,32 +261,29 @@ class KVCache:
             self.data = torch.frombuffer(mmap.mmap(-1, nbytes, **private), dtype=torch.uint8).view(dtype).view(shape)
         else:
             self.data = torch.zeros(shape, dtype=dtype, device=device)
-        # The same memory as storages of their own. To torch.compile two views of one storage, written by one graph, are
-        # one input, which it copies as a whole before the write and back after it: the pool of a layer, each step.
-        self._layers = [(torch.from_dlpack(keys), torch.from_dlpack(values)) for keys, values in self.data]
+        # K and V of each layer, [num_blocks, kv_heads, block_size, head_dim] each, as storages of their own. To
+        # torch.compile two views of one storage, written by one graph, are one input, which it copies as a whole before
+        # the write and back after it: the pool of a layer, each step.
+        self.layers = [(torch.from_dlpack(keys), torch.from_dlpack(values)) for keys, values in self.data]
 
     @property
     def nbytes(self) -> int:
         return self.data.numel() * self.data.element_size()
 
-    def layer(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of layer i, each a view [num_blocks, kv_heads, block_size, head_dim]."""
-        return self._layers[i]
-
     def apply(self, step) -> None:
         """The block moves of a scheduler.Step: first what leaves, then the copies, then what returns."""
         for seq, blocks in step.swap_out:
             seq.host = self.swap_out(blocks)
-        self.copy_blocks(step.copies)
+        if step.copies:
+            self.copy_blocks(step.copies)
         for seq, blocks in step.swap_in:
             self.swap_in(seq.host, blocks)
             seq.host = None
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (src, dst) in all layers, for copy-on-write. All sources are read before any write."""
-        if pairs:
-            src, dst = [s for s, _ in pairs], [d for _, d in pairs]
-            self.data[:, :, dst] = self.data[:, :, src]
+        src, dst = [s for s, _ in pairs], [d for _, d in pairs]
+        self.data[:, :, dst] = self.data[:, :, src]
 
     def swap_out(self, blocks: Sequence[int]) -> torch.Tensor:
         """A host copy [layers, 2, len(blocks), kv_heads, block_size, head_dim] of these blocks, in this order."""

@@ -280,7 +280,7 @@ class Transformer(nn.Module):
         if self.embed_scale != 1:
             x = x * self.embed_scale
         for i, layer in enumerate(self.layers):
-            k_cache, v_cache = kv.layer(i)
+            k_cache, v_cache = kv.layers[i]
             x = run_layer(
                 layer,
                 x,
@@ -298,7 +298,7 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits [R, vocab] of hidden states [R, hidden]."""
-        return self.head.logits(hidden).float()
+        return (self.embed if self.lm_head is None else self.lm_head).logits(hidden).float()
 
     def forward(self, batch: Batch, kv) -> Tensor:
         """float32 logits [R, vocab] of the wanted rows."""

@@ -30,6 +30,7 @@ import struct
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -213,12 +214,16 @@ class SamplingParams:
         for name, allowed in problems[:1]:
             raise ParameterError(name, getattr(self, name), allowed)
 
-    @property
+    @cached_property
     def greedy(self) -> bool:
         """The likeliest token, lowest id on ties, whatever the other filters say."""
         return self.temperature < GREEDY_BELOW or self.top_k == 1 or self.min_p == 1
 
-    @property
+    @cached_property
+    def structured(self) -> bool:
+        return any(value is not None for value in (self.regex, self.json_schema, self.choice, self.grammar))
+
+    @cached_property
     def scored(self) -> bool:
         """Whether the log-probability of each token is needed, to report it or to choose among best_of."""
         return self.logprobs is not None or self.best_of is not None

@@ -23,10 +23,11 @@ from __future__ import annotations
 
 import runpy
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 from kv_paged import BlockPool, BlockTables, blocks_needed
 from radix import Node, RadixCache
@@ -159,29 +160,30 @@ class Waiting:
     def remove(self, seq: Sequence) -> None:
         del self._queue[bisect_left(self._queue, (self._key(seq),))]
 
+    @property
+    def oldest(self) -> Sequence:
+        """The first in order."""
+        return self._queue[-1][1]
+
     def first(self, n: int) -> list[Sequence]:
         """The first n in order."""
         return [seq for _, seq in self._queue[: -n - 1 : -1]]
 
 
+def in_order(waiting: Waiting, cache: RadixCache | None) -> Sequence:
+    return waiting.oldest
+
+
 def longest_prefix(waiting: Waiting, cache: RadixCache | None) -> Sequence:
     """The one with the most cached tokens; the oldest after LPM_PATIENCE others went before it."""
-    (oldest,) = waiting.first(1)
+    oldest = waiting.oldest
     if cache is None or oldest.started or oldest.passed_over >= LPM_PATIENCE:
         return oldest
     return max(waiting.first(LPM_WINDOW), key=lambda s: cache.cached_length(s.tokens, s.namespace, len(s.tokens) - 1))
 
 
-class Policy(NamedTuple):
-    level: Callable[[Sequence], int]  # sequences are ranked by level, then arrival; the last in rank is preempted first
-    select: Callable[[Waiting, RadixCache | None], Sequence]  # who of the waiting is admitted next
-
-
-POLICIES = {
-    "fcfs": Policy(lambda seq: 0, lambda waiting, cache: waiting.first(1)[0]),
-    "priority": Policy(lambda seq: seq.priority, lambda waiting, cache: waiting.first(1)[0]),
-    "lpm": Policy(lambda seq: 0, longest_prefix),
-}
+# Who of the waiting is admitted next. By "priority" the lower number also ranks better whatever its arrival.
+POLICIES = {"fcfs": in_order, "priority": in_order, "lpm": longest_prefix}
 
 
 class Scheduler:
@@ -213,7 +215,7 @@ class Scheduler:
         self.tables = BlockTables(pool, cache)
         self.pool, self.cache, self.block_size = pool, cache, pool.block_size
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self.max_model_len, self.policy = max_model_len, POLICIES[policy]
+        self.max_model_len, self.policy = max_model_len, policy
         self.preemption, self.chunked = preemption, chunked
         self.reserve_blocks = int(WATERMARK * pool.total)
         self.sequences: dict[Hashable, Sequence] = {}  # every sequence not finished
@@ -241,7 +243,8 @@ class Scheduler:
                 f"tokens, but the whole pool holds {capacity}; lower max_tokens or max_model_len, or raise --kv-memory"
             )
         self.sequences[seq.id] = seq
-        seq.rank, seq.state = (self.policy.level(seq), seq.arrival, seq.number, seq.number), "waiting"
+        level = seq.priority if self.policy == "priority" else 0
+        seq.rank, seq.state = (level, seq.arrival, seq.number, seq.number), "waiting"
         self.waiting.push(seq)
 
     def finish(self, seq: Sequence) -> None:
@@ -398,7 +401,7 @@ class Scheduler:
     def _admit(self, step: Step) -> None:
         """Start waiting sequences while batch slots, tokens and blocks last; one that does not fit holds up all."""
         while self.waiting and step.budget and len(self.running) < self.max_num_seqs:
-            if not self._start(self.policy.select(self.waiting, self.cache), step):
+            if not self._start(POLICIES[self.policy](self.waiting, self.cache), step):
                 return
 
     def _start(self, seq: Sequence, step: Step) -> bool:
@@ -413,8 +416,7 @@ class Scheduler:
         reserve = self.reserve_blocks if step.entries else 0  # with nobody else in the step, nobody is disturbed
         if not self.tables.start(seq, match, computed + n, reserve):
             return False
-        (oldest,) = self.waiting.first(1)
-        oldest.passed_over += oldest is not seq
+        self.waiting.oldest.passed_over += self.waiting.oldest is not seq
         self.waiting.remove(seq)
         if seq.state == "swapped":
             step.swap_in.append((seq, seq.block_table[: blocks_needed(computed, self.block_size)]))
@@ -432,7 +434,7 @@ class Scheduler:
 
     def _run(self, seq: Sequence) -> None:
         seq.state = "running"
-        insort(self.running, seq, key=lambda s: s.rank)
+        insort(self.running, seq, key=attrgetter("rank"))
 
     # ---- after a step
 

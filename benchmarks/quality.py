@@ -182,7 +182,7 @@ def profile_kernels(llm: LLM, batch: int, context: int, repeats: int = 20) -> di
     lens = torch.full((batch,), context, dtype=torch.int32)
     positions = torch.full((batch,), context - 1)
     slots = tables[:, -1].long() * llm.kv.block_size + (context - 1) % llm.kv.block_size
-    caches = [llm.kv.layer(i) for i in range(config.num_layers)]
+    caches = llm.kv.layers
     scale = config.head_dim**-0.5
     x, eps = rows["qkv"], config.rms_norm_eps
     head = model.embed if model.lm_head is None else model.lm_head

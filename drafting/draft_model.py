@@ -152,7 +152,7 @@ class DraftModel(Proposer):
 
     def _compute(self, entries: list[tuple[Draft, int]], copies: list[tuple[int, int]]) -> torch.Tensor:
         """One step of the draft; float32 logits [R, V] of those that have caught up, as wide as the target's."""
-        self.kv.copy_blocks(copies)
+        self.kv.apply(Step(0, copies=copies))
         step, rows = Step(0), []
         for draft, n in entries:
             end = draft.seq.num_computed + n
