@@ -214,7 +214,7 @@ class Engine:
             return
         try:
             self.kv.apply(step)
-            batch, computed = self.lay_out(step) if planned is None else planned
+            batch, computed = planned or lay_out(step, self.scheduler.block_size, self.model.norm.device)
             logits = self.runner.run(batch)
             self.scheduler.computed(step)
             for decide in self.deciders:
@@ -224,17 +224,6 @@ class Engine:
         except Exception as error:  # whatever went wrong, it went wrong for the requests of this step
             self.scheduler.fail(step)
             self.fail([seq.answer.request for seq, _ in step.entries], error, deltas)
-
-    def lay_out(self, step: Step, read_drafts: bool = True) -> tuple[Batch, list[Computed]]:
-        """The batch of a step, and who gets logits from it."""
-        rows, computed, row = [], [], 0
-        for seq, n in step.entries:
-            positions = seq.answer.rows_wanted(seq.num_computed + n, read_drafts)
-            rows.append(positions)
-            if positions:
-                computed.append(Computed(seq.answer, positions, row, row + len(positions) - 1))
-            row += len(positions)
-        return lay_out(step, rows, self.scheduler.block_size, self.model.norm.device), computed
 
     # -- who decides: each reads the rows of its own kind
 
@@ -349,10 +338,9 @@ class Engine:
     ) -> list[Delta]:
         """End all unfinished answers of a request without another token."""
         deltas = [] if deltas is None else deltas
-        leave = self.scheduler.abort if reason == "error" else self.scheduler.finish  # what failed is not cached
         for answer in request.answers:
             if answer.finish_reason is None:
-                leave(answer.seq)
+                self.scheduler.finish(answer.seq, keep=reason != "error")  # what failed is not cached
                 deltas.append(answer.end(reason, error))
         self._close_if_finished(request)
         return deltas
@@ -373,12 +361,19 @@ class Engine:
 #     tables     [[7 2 0], [5 1 3]]             padded with block 0, which is never handed out
 
 
-def lay_out(step: Step, rows: list[range], block_size: int, device: torch.device | str) -> Batch:
-    """The tokens of a step as one flat run; `rows` are the positions of each entry whose logits are wanted."""
-    tokens, positions, slots, starts, wanted, tables, lens = [], [], [], [0], [], [], []
-    for (seq, n), rows_of_seq in zip(step.entries, rows, strict=True):
+def lay_out(step: Step, block_size: int, device, rows: list[range] | None = None) -> tuple[Batch, list[Computed]]:
+    """The tokens of a step as one flat run, and who gets logits from it.
+
+    rows: for each entry the positions whose logits are wanted, if its answer does not say so.
+    """
+    tokens, positions, slots, starts, logit_rows, tables, lens, computed = [], [], [], [0], [], [], [], []
+    for i, (seq, n) in enumerate(step.entries):
         start, end, table = seq.num_computed, seq.num_computed + n, seq.block_table
-        wanted += range(starts[-1] + rows_of_seq.start - start, starts[-1] + rows_of_seq.stop - start)
+        wanted = seq.answer.rows_wanted(end) if rows is None else rows[i]
+        if wanted:
+            first = len(logit_rows)
+            logit_rows += range(starts[-1] + wanted.start - start, starts[-1] + wanted.stop - start)
+            computed.append(Computed(seq.answer, wanted, first, len(logit_rows) - 1))
         tokens += seq.tokens[start:end]
         positions += range(start, end)
         for p in range(start, end):
@@ -386,20 +381,21 @@ def lay_out(step: Step, rows: list[range], block_size: int, device: torch.device
         starts.append(starts[-1] + n)
         tables.append(table)
         lens.append(end)
-    one_each = len(wanted) == len(tokens) == len(tables)
+    one_each = len(logit_rows) == len(tokens) == len(tables)
     if len(tables) == 1:  # torch.compile takes a size of one for a constant, so an empty sequence pads the batch
         tables, lens, starts = [*tables, []], [*lens, 0], [*starts, *starts[-1:]]
     width = max(2, len(max(tables, key=len)))
     for s, table in enumerate(tables):
         tables[s] = table + [0] * (width - len(table))
     flat = torch.tensor([tokens, positions, slots], device=device).unbind()  # int64 [T] each
-    return Batch(
+    batch = Batch(
         tokens=flat[0],
         positions=flat[1],
         slot_mapping=flat[2],
         block_tables=torch.tensor(tables, dtype=torch.int32, device=device),  # [S, width]
         query_start=torch.tensor(starts, dtype=torch.int32, device=device),  # [S + 1]
         context_lens=torch.tensor(lens, dtype=torch.int32, device=device),  # [S]
-        logit_rows=torch.tensor(wanted, dtype=torch.int64, device=device),  # [R]
+        logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),  # [R]
         one_each=one_each,
     )
+    return batch, computed

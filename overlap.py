@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 
 import kernels
-from engine import Computed, Engine
+from engine import Computed, Engine, lay_out
 from model import Batch
 from request import Answer, Delta
 from sampling import Sampled
@@ -122,7 +122,12 @@ class OverlapEngine(Engine):
             end += n
             if seq.num_draft and n == seq.num_new:
                 row_of[seq.answer] = end - 1
-        return NextStep(step, self.lay_out(step, read_drafts=False), row_of)  # a placeholder is no draft to check
+        ends = [(seq.num_computed + n, len(seq.tokens)) for seq, n in step.entries]
+        rows = [range(end - (end == known), end) for end, known in ends]  # a placeholder is no draft to check
+        return NextStep(step, self.lay_out(step, rows), row_of)
+
+    def lay_out(self, step: Step, rows: list[range] | None = None) -> tuple[Batch, list[Computed]]:
+        return lay_out(step, self.scheduler.block_size, self.model.norm.device, rows)
 
     def launch(self, step: Step, answers: list[Answer], batch: Batch) -> None:
         @torch.inference_mode()

@@ -132,7 +132,7 @@ class Request:
             prompt_token_ids=self.prompt_ids,
             prompt_logprobs=self.prompt_logprobs,
             outputs=[answer.output(i) for i, answer in enumerate(answers[: self.params.n])],
-            num_cached_tokens=self.num_cached_tokens,
+            num_cached_tokens=self.seq.num_cached,
             ttft_s=self.first_token and self.first_token - self.arrival,
             total_s=self.finished_at and self.finished_at - self.arrival,
         )
@@ -171,7 +171,7 @@ class Answer:
         """A parallel answer that has decided nothing yet, or another beam with the same past."""
         return Answer(self.request, index, seq, self.sampler.fork(index), self.guide and self.guide.fork())
 
-    def rows_wanted(self, end: int, read_drafts: bool = True) -> range:
+    def rows_wanted(self, end: int) -> range:
         """The positions below `end`, computed in this step, whose logits are needed.
 
         These are the last known token, the draft behind it (a forced token is known without, unless it is scored), and
@@ -179,7 +179,7 @@ class Answer:
         """
         seq, params = self.seq, self.request.params
         first = end - 1 if end == len(seq.tokens) else end
-        if seq.num_draft and read_drafts and (params.scored or not self.forced):
+        if seq.num_draft and (params.scored or not self.forced):
             first -= seq.num_draft
         if params.prompt_logprobs is not None and self.index == 0:
             scored = len(self.request.prompt_logprobs) - 1  # rows used so far: row p scores token p + 1
@@ -239,7 +239,7 @@ class Answer:
         return CompletionOutput(
             index=index,
             text=self.text,
-            token_ids=list(self.token_ids),
+            token_ids=self.seq.output,
             cumulative_logprob=self.cumulative_logprob if params.scored else None,
             logprobs=self.logprobs if params.logprobs is not None else None,
             finish_reason=self.finish_reason,

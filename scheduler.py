@@ -247,15 +247,8 @@ class Scheduler:
         seq.rank, seq.state = (level, seq.arrival, seq.number, seq.number), "waiting"
         self.waiting.push(seq)
 
-    def finish(self, seq: Sequence) -> None:
-        """End a sequence: the cache keeps its full blocks, the rest is free. Ended already: nothing happens."""
-        self._end(seq, keep=True)
-
-    def abort(self, seq: Sequence) -> None:
-        """End a sequence at any moment, offering nothing more to the cache."""
-        self._end(seq, keep=False)
-
-    def _end(self, seq: Sequence, keep: bool) -> None:
+    def finish(self, seq: Sequence, keep: bool = True) -> None:
+        """End a sequence at any moment; with `keep` the cache gets its full blocks. Ended already: nothing happens."""
         if self.sequences.get(seq.id) is not seq:
             return
         del self.sequences[seq.id]
@@ -270,7 +263,7 @@ class Scheduler:
         """The step raised: end its sequences and return them. What its blocks hold is unknown and is not cached."""
         failed = [seq for seq, _ in step.entries if seq.state == "running"]
         for seq in failed:
-            self.abort(seq)
+            self.finish(seq, keep=False)
         for seq, _ in step.swap_out:
             if seq.state == "swapped" and seq.host is None:  # its copy was never made: it starts over
                 seq.state, seq.lost, seq.num_computed = "waiting", seq.num_computed, 0
@@ -322,7 +315,10 @@ class Scheduler:
         """
         self.steps += 1
         step = Step(self.steps, budget=self.max_num_batched_tokens)
-        self._offer_filled_blocks()
+        for seq in self._filled:  # offered to the cache now: rejected drafts are gone
+            if seq.state == "running":
+                self.tables.offer(seq)
+        self._filled.clear()
         for seq in self._decode(step):
             self._continue(seq, step)
         if not step.preempted and not step.stalled:  # who lacks blocks now would be preempted for a newcomer's sake
@@ -336,13 +332,6 @@ class Scheduler:
         assert step.entries or not self.waiting, "a sequence was extended beyond what add() allowed"
         step.balance = (self.pool.num_free, self.tables.cached, self.pool.total, len(self.running), len(self.waiting))
         return step
-
-    def _offer_filled_blocks(self) -> None:
-        """Offer the cache what the last step filled. Not sooner: by now, rejected drafts are gone."""
-        for seq in self._filled:
-            if seq.state == "running":
-                self.tables.offer(seq)
-        self._filled.clear()
 
     def _decode(self, step: Step) -> list[Sequence]:
         """Every running sequence that lacks only its last token and the draft behind it, by rank. Returns the others

@@ -158,7 +158,8 @@ class DraftModel(Proposer):
             end = draft.seq.num_computed + n
             step.entries.append((draft.seq, n))
             rows.append(range(end - (end == len(draft.seq.tokens)), end))
-        logits = self.runner.run(lay_out(step, rows, self.kv.block_size, self.model.norm.device)).float()
+        batch, _ = lay_out(step, self.kv.block_size, self.model.norm.device, rows)
+        logits = self.runner.run(batch).float()
         for draft, n in entries:
             draft.seq.num_computed += n
         padding = max(0, self.vocab_size - logits.shape[1])

@@ -72,8 +72,8 @@ class FakeEngine:
     def limit(self, seq):
         return min(seq.num_prompt + seq.max_tokens, self.scheduler.max_model_len)
 
-    def end(self, seq, how):
-        how(seq)
+    def end(self, seq, keep=False):
+        self.scheduler.finish(seq, keep)
         self.expected.pop(seq, None)
 
     def guess(self, seq, good, k):
@@ -124,7 +124,7 @@ class FakeEngine:
                 del self.expected[seq]
             return step
         if leaves is not None:
-            self.end(leaves, scheduler.abort)
+            self.end(leaves)
         scheduler.computed(step)
         for seq, _ in step.entries:
             if seq.state == "running":

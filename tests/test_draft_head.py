@@ -50,7 +50,9 @@ def last_state(tokens: list[int]) -> torch.Tensor:
     seq = Sequence(list(tokens), 1)
     seq.block_table = list(range(1, len(tokens) // 4 + 2))
     kv = KVCache(c.num_layers, len(seq.block_table) + 1, 4, c.num_kv_heads, c.head_dim, torch.float32)
-    (state,) = model.hidden(lay_out(Step(0, [(seq, len(tokens))]), [range(len(tokens) - 1, len(tokens))], 4, "cpu"), kv)
+    (state,) = model.hidden(
+        lay_out(Step(0, [(seq, len(tokens))]), 4, "cpu", [range(len(tokens) - 1, len(tokens))])[0], kv
+    )
     return state
 
 

@@ -498,7 +498,12 @@ def test_an_end_is_told_though_the_step_fails_behind_it(monkeypatch, overlap):
     short = engine.add(prompts_of(5)[0], dataclasses.replace(GREEDY, max_tokens=4))
     other = engine.add(prompts_of(6)[0], GREEDY)
     finish = engine.scheduler.finish
-    monkeypatch.setattr(engine.scheduler, "finish", lambda seq: finish(seq) or seq.answer.request is other or 1 / 0)
+
+    def ends_badly(seq, keep=True):
+        finish(seq, keep)
+        return seq.answer.request is other or 1 / 0
+
+    monkeypatch.setattr(engine.scheduler, "finish", ends_badly)
     deltas = drain(engine)
     assert [(d.request, d.finish_reason) for d in deltas if d.finish_reason] == [(short, "length"), (other, "error")]
     assert short.finished and not engine.requests

@@ -77,15 +77,14 @@ def test_an_abort_returns_every_block_at_once(moment, cache):
     engine = FakeEngine(
         9, 4, cache, max_num_seqs=2, max_num_batched_tokens=6, preemption="swap" if moment == "swapped" else "recompute"
     )
-    scheduler = engine.scheduler
     first, second = engine.add([0] * 14, 18), engine.add([1] * 10, 20)
     third = engine.add([2] * 3, 4)
     victim = {"waiting": third, "mid-prefill": first, "decoding": first}.get(moment, second)
     if moment == "forked":
         while second.num_computed < 10:
             engine.step()
-        engine.end(third, scheduler.abort)
-        engine.end(first, scheduler.abort)
+        engine.end(third)
+        engine.end(first)
         child = engine.fork(second, salt=3)
         assert child.state == "running" and child.block_table == second.block_table
         engine.step()
@@ -97,7 +96,7 @@ def test_an_abort_returns_every_block_at_once(moment, cache):
         for _ in range(1 if moment == "mid-prefill" else 4):
             engine.step()
         assert victim.num_computed == {"waiting": 0, "mid-prefill": 6}.get(moment, victim.num_computed)
-    engine.end(victim, scheduler.abort)
+    engine.end(victim)
     engine.check()
     assert victim.state == "finished" and not victim.block_table and victim.host is None
     engine.run()
@@ -182,7 +181,7 @@ def test_a_step_that_fails_before_the_swap_in_was_made_leaves_nothing_in_the_cac
     first, second = engine.add([0, 1, 2, 0], 12), engine.add([1, 1, 1], 12)
     while second.state != "swapped":
         engine.step()
-    engine.end(first, engine.scheduler.finish)
+    engine.end(first, keep=True)
     engine.scheduler.drop_cache()
     assert [seq for seq, _ in engine.step(fails=True).swap_in] == [second]
     assert second.state == "finished" and engine.cache.cached_length(second.tokens) == 0
@@ -560,9 +559,9 @@ def rewind(engine, rng):
 
 def end(engine, rng):
     if live := sequences(engine):
-        engine.end(rng.choice(live), rng.choice([engine.scheduler.abort, engine.scheduler.finish]))
+        engine.end(rng.choice(live), rng.choice([False, True]))
     for seq in engine.done[-2:]:
-        engine.scheduler.abort(seq), engine.scheduler.finish(seq)  # ended already: nothing happens
+        engine.scheduler.finish(seq, keep=False), engine.scheduler.finish(seq)  # ended already: nothing happens
 
 
 def fail(engine, rng):
