@@ -161,13 +161,12 @@ def test_steps_are_captured_on_a_gpu_only_where_no_kernel_waits_for_it(folder, m
     assert llm._capture(llm.model) is cuda_capture
 
 
-def test_without_a_cpp_compiler_layers_run_uncompiled_and_say_so(tmp_path, monkeypatch, capsys):
+def test_without_a_cpp_compiler_layers_run_uncompiled_and_say_so(tmp_path, capsys):
     # With biases something is left to fuse, a bias and the residual; without, a layer is products and kernels only.
     folder = tiny.hf_folder(tmp_path / "m", "llama", attention_bias=True, mlp_bias=True)
     plain = LLM(str(folder), kernels="reference", num_blocks=50)
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "/nowhere/g++"))
-    monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
-    compiled = LLM(str(folder), kernels="reference", num_blocks=50, compile=True)
+    with torch._inductor.config.patch({"cpp.cxx": (None, "/nowhere/g++"), "force_disable_caches": True}):
+        compiled = LLM(str(folder), kernels="reference", num_blocks=50, compile=True)
     assert "running the layer uncompiled instead" in capsys.readouterr().err
     work = prompts([9, 4])
     assert answers(compiled, work) == answers(plain, work)
