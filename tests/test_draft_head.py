@@ -160,7 +160,7 @@ def test_a_round_of_several_answers_is_each_by_itself(by_numpy):
 
 
 @pytest.mark.parametrize("fields", ({"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}))
-def test_F42_drawn_answers_keep_their_distribution(fields):
+def test_drawn_answers_keep_their_distribution(fields):
     """Always the same logits, guesses that depend on the token: every place must be drawn from those logits."""
     engine = make_engine(num_blocks=2000, max_num_seqs=200)
     model, favourites = engine.model, {10: 1.0, 11: 0.4, 12: 0.0, 13: -0.5, 14: 0.9, 15: -2.0}
@@ -240,7 +240,7 @@ def test_a_file_brings_back_the_head(tmp_path):
     assert torch.equal(head.kept, torch.arange(40))
 
 
-def test_F43_a_head_of_another_model_is_refused_before_anything_runs(folder, tmp_path, monkeypatch):
+def test_a_head_of_another_model_is_refused_before_anything_runs(folder, tmp_path, monkeypatch):
     path = tmp_path / "h"
     strangers = {
         "hidden size 96": {"hidden_size": 96},
@@ -265,7 +265,7 @@ def test_F43_a_head_of_another_model_is_refused_before_anything_runs(folder, tmp
     assert len({fingerprint(llm.model) for llm in same}) == 1
 
 
-def test_F54_damaged_heads_are_refused_by_cause(tmp_path):
+def test_damaged_heads_are_refused_by_cause(tmp_path):
     model, path = world()[2], tmp_path / "h"
     written(path, model)
     whole = path.read_bytes()
@@ -292,7 +292,7 @@ def test_F54_damaged_heads_are_refused_by_cause(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["target", "fingerprint", "hidden", "vocab", "kept", "training"])
-def test_F54_a_head_that_says_too_little_is_refused_by_entry(tmp_path, name):
+def test_a_head_that_says_too_little_is_refused_by_entry(tmp_path, name):
     path = tmp_path / "h"
     written(path, world()[2])
     _, about = read_head(path)
@@ -303,7 +303,7 @@ def test_F54_a_head_that_says_too_little_is_refused_by_entry(tmp_path, name):
             read_head(path)
 
 
-def test_F54_weights_of_another_type_are_refused(tmp_path):
+def test_weights_of_another_type_are_refused(tmp_path):
     path = tmp_path / "h"
     written(path, world()[2])
     _, about = read_head(path)

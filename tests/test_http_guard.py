@@ -74,12 +74,12 @@ def test_a_stream_runs_to_its_end():
 
 
 @pytest.mark.parametrize("turns", range(6))
-def test_F29_a_client_that_leaves_while_a_piece_is_sent_stops_the_stream(turns):
+def test_a_client_that_leaves_while_a_piece_is_sent_stops_the_stream(turns):
     made, left, closed = stream(Client(patience=2, turns=turns), 10_000)
     assert made <= 6 and left == 1 and closed
 
 
-def test_F66_a_reader_who_stops_is_taken_for_gone():
+def test_a_reader_who_stops_is_taken_for_gone():
     client = Client(reads=2)
     assert stream(client, 10_000, stall=0.01) == (2, 1, True)
     assert client.got == [b"x"] * 2  # the answer was not completed, so that the connection is closed

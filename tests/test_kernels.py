@@ -94,7 +94,7 @@ def test_int4_codes_of_15_against_extreme_activations():
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_F21_a_non_finite_activation_stays_visible_and_in_its_row(bits, bad):
+def test_a_non_finite_activation_stays_visible_and_in_its_row(bits, bad):
     g = generator(0)
     packed, x = random_weight(bits, 20, 64, 32, g), torch.randn(5, 64, generator=g)
     clean = getattr(ops, f"int{bits}_linear")(x, packed, 20, 32)

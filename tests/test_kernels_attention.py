@@ -111,7 +111,7 @@ def test_rope_write_kv_matches_the_reference(rows, heads, kv_heads, half, norm, 
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
-def test_F62_a_padding_slot_writes_nowhere(backend):
+def test_a_padding_slot_writes_nowhere(backend):
     kernels.set_backend(backend)
     k, v = (torch.full((3, 1, 4, 8), 9.0) for _ in range(2))
     slots = torch.tensor([5, -1, -1])

@@ -198,7 +198,7 @@ CHILD = """
 import sys, pytest
 from native import cpu
 print("isa", cpu.load(tuple(sys.argv[1].split())))
-chosen = "reference or bits or F62 or F21 or 128 or canonical"
+chosen = "reference or bits or padding or non_finite or 128 or canonical"
 sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-k", chosen, *sys.argv[2:]]))
 """
 

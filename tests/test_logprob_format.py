@@ -41,7 +41,7 @@ def test_the_token_that_ends_is_left_out_and_held_text_is_let_out():
     assert names(shown_tokens().feed(delta("xy", [x, y], "length"))) == [("x", 0), ("y", 1)]
 
 
-def test_F22_a_token_behind_a_broken_character_is_placed_and_withheld_with_its_own_text():
+def test_a_token_behind_a_broken_character_is_placed_and_withheld_with_its_own_text():
     x, y, *smile = TOKENIZER.encode("xy😀", False)
     ids = [x, smile[0], y, smile[0], smile[0], x]
     shown = TOKENIZER.decode(ids)
@@ -57,7 +57,7 @@ def test_F22_a_token_behind_a_broken_character_is_placed_and_withheld_with_its_o
     assert out[-1] == ("x", 2)
 
 
-def test_F01_a_structured_answer_does_not_finish_the_prompts_character():
+def test_a_structured_answer_does_not_finish_the_prompts_character():
     smile = TOKENIZER.encode("😀", False)
     (x,) = TOKENIZER.encode("x", False)
     for guided, place in ((object(), 0), (None, 1)):

@@ -184,7 +184,7 @@ def test_quantising_in_chunks_changes_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize("scheme", STEPS, ids=lambda s: s.name)
-def test_F46_zero_points_at_both_ends_outliers_and_constants(scheme):
+def test_zero_points_at_both_ends_outliers_and_constants(scheme):
     """No zero point wraps around: groups that begin or end at zero, an outlier, a constant row, a zero row."""
     w = torch.linspace(0, 1, 128).repeat(6, 1)  # row 0: all >= 0, its zero is q = 0
     w[1] = -w[1]  # all <= 0, its zero is q = 15
@@ -204,14 +204,14 @@ def test_F46_zero_points_at_both_ends_outliers_and_constants(scheme):
 
 @pytest.mark.parametrize("scheme", ALL, ids=lambda s: s.name)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_F46_weights_that_are_not_numbers_are_refused_by_name(scheme, bad):
+def test_weights_that_are_not_numbers_are_refused_by_name(scheme, bad):
     w = torch.randn(4, 64)
     w[2, 9] = bad
     with pytest.raises(ValueError, match=r"layers\.3\.up_proj.*NaN or infinite"):
         quantize_rows(w, scheme, "layers.3.up_proj")
 
 
-def test_F46_damaged_blocks_are_refused_by_name():
+def test_damaged_blocks_are_refused_by_name():
     for kind, scheme in (("Q4_0", "int4"), ("Q4_1", "int4"), ("Q8_0", "int8")):
         blocks = blocks_of(kind, torch.randn(4, 64))
         blocks.data[1, 0, :2] = torch.tensor([0x00, 0x7C], dtype=torch.uint8)  # the scale becomes infinite
@@ -257,7 +257,7 @@ def test_an_unknown_scheme_lists_the_known_ones(text):
 
 
 @pytest.mark.parametrize("kind, scheme", [("Q4_0", "int4"), ("Q4_1", "int4"), ("Q8_0", "int8"), ("Q8_0", "int8-g32")])
-def test_F45_blocks_are_taken_over_bit_for_bit(kind, scheme):
+def test_blocks_are_taken_over_bit_for_bit(kind, scheme):
     """Also with d = 0 and with a negative d, which llama.cpp writes for Q4_0."""
     w = torch.randn(20, 96)
     w[3] = 0
@@ -400,7 +400,7 @@ def test_dense_layers_keep_the_checkpoints_weights():
 
 @pytest.mark.parametrize("scheme", [None, "int8", "int8-g32", "int4", "int4-g128"])
 @pytest.mark.parametrize("source", ["dense", "Q8_0", "Q4_1"])
-def test_F44_a_tied_table_is_one_table(scheme, source):
+def test_a_tied_table_is_one_table(scheme, source):
     """Lookup returns the very rows that the head multiplies with; one buffer; 8 bits under every scheme."""
     torch.manual_seed(0)
     w = torch.randn(100, 64)
@@ -422,7 +422,7 @@ def test_F44_a_tied_table_is_one_table(scheme, source):
         assert table.weight_bytes == 112 * (64 + (4 if table.table.group_size == 0 else 2 * 2))
 
 
-def test_F44_the_head_of_an_untied_model_keeps_8_bits_too():
+def test_the_head_of_an_untied_model_keeps_8_bits_too():
     held = {"lm_head.weight": torch.randn(40, 64), "model.layers.0.mlp.up_proj.weight": torch.randn(40, 64)}
     assert linear_from_checkpoint(Memory(held), ["lm_head.weight"], "int4", torch.float32).scheme is INT8
     layer = linear_from_checkpoint(Memory(held), ["model.layers.0.mlp.up_proj.weight"], "int4", torch.float32)

@@ -127,7 +127,7 @@ def test_a_config_that_cannot_be_said_is_refused(tmp_path, monkeypatch):
 hf_config = quantized_folder.hf_config
 
 
-def test_F47_a_head_that_contradicts_the_tied_flag_is_kept(tmp_path):
+def test_a_head_that_contradicts_the_tied_flag_is_kept(tmp_path):
     source = tiny.hf_folder(tmp_path / "hf", "llama")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
@@ -136,7 +136,7 @@ def test_F47_a_head_that_contradicts_the_tied_flag_is_kept(tmp_path):
     assert_same(open_checkpoint(source), out, "int8")
 
 
-def test_F44_the_file_holds_one_table_and_what_the_formula_says(llama, tmp_path):
+def test_the_file_holds_one_table_and_what_the_formula_says(llama, tmp_path):
     """Read by the safetensors library itself: names, dtypes, shapes, metadata."""
     out = save_quantized(llama, "int4", tmp_path / "q")
     ckpt, stored = open_checkpoint(llama), load_file(out / WEIGHTS)
@@ -280,7 +280,7 @@ def test_a_full_disk_leaves_what_was_there(llama, tmp_path, monkeypatch, replaci
         assert open_checkpoint(out).quant["scheme"] == "int8"
 
 
-def test_F46_a_damaged_weight_is_named_and_nothing_written(tmp_path):
+def test_a_damaged_weight_is_named_and_nothing_written(tmp_path):
     source = tiny.hf_folder(tmp_path / "hf", "llama")
     file = source / WEIGHTS
     raw = bytearray(file.read_bytes())
@@ -357,7 +357,7 @@ def big(llama, tmp_path_factory) -> Path:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from /proc (Linux)")
 @pytest.mark.parametrize("source", ["dense", "folder", "gguf"])
-def test_F55_loading_needs_little_beside_the_final_weights(tmp_path, source, big, smollm2):
+def test_loading_needs_little_beside_the_final_weights(tmp_path, source, big, smollm2):
     """Quantised while loading, from a quantised folder, and taken over from the default GGUF: under 1.5 times."""
     path, scheme = (smollm2, "int4") if source == "gguf" else (big, "int8")
     if source == "folder":

@@ -138,14 +138,14 @@ def test_unknown_fields_are_named_and_unsupported_ones_refused(server):
     assert "x-ignored-fields" not in server.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).headers
 
 
-def test_F57_structures_under_other_names_are_not_passed_over(server):
+def test_structures_under_other_names_are_not_passed_over(server):
     for name in ("guided_json", "json_schema", "guided_grammar"):  # never free text where a structure was asked for
         error = server.complete(expect=400, **{name: {"type": "object"}})["error"]
         assert error["param"] == name and "response_format" in error["message"]
     assert server.complete(guided_json=None, max_tokens=1)["choices"]
 
 
-def test_F63_a_body_that_was_not_declared_as_json_is_told_how(server):
+def test_a_body_that_was_not_declared_as_json_is_told_how(server):
     for headers in ({}, {"content-type": "text/plain"}):
         answer = server.http.post("/v1/completions", content=b'{"prompt": "x"}', headers=headers)
         assert answer.status_code == 400 and "Content-Type: application/json" in answer.json()["error"]["message"]
@@ -153,7 +153,7 @@ def test_F63_a_body_that_was_not_declared_as_json_is_told_how(server):
 
 @pytest.mark.parametrize("stream", (False, True))
 @pytest.mark.parametrize("name", ("", " edge ", "a\r\nX-Forged: 1", "\x7f", "\t", "ключ", "x" * 500))
-def test_F64_any_name_of_an_unknown_field_makes_a_legal_header(server, name, stream):
+def test_any_name_of_an_unknown_field_makes_a_legal_header(server, name, stream):
     body = {"prompt": "x", "max_tokens": 1, "stream": stream, name: 1}
     answer = server.http.post("/v1/completions", json=body)
     assert answer.status_code == 200 and "x-forged" not in answer.headers

@@ -45,7 +45,7 @@ def with_template(path, template: str | None):
 # ---- detok-stream
 
 
-def test_F01_no_half_characters_in_a_stream(server, scripted):
+def test_no_half_characters_in_a_stream(server, scripted):
     text = "ďábel 😀 你好"
     body = scripted(text)
     assert server.complete(**body)["choices"][0]["text"] == text
@@ -54,7 +54,7 @@ def test_F01_no_half_characters_in_a_stream(server, scripted):
 
 
 @pytest.mark.parametrize("kind, clean_up", [("meta", False), ("bytes", True)])
-def test_F02_F03_spaces_survive_the_stream(tmp_path, monkeypatch, kind, clean_up):
+def test_F03_spaces_survive_the_stream(tmp_path, monkeypatch, kind, clean_up):
     text = " the cat. It is x != y ."
     library = tiny_tokenizer.metaspace_library() if kind == "meta" else tiny_tokenizer.byte_level_library()
     path = tiny.hf_folder(tmp_path / "m", "llama", tokenizer=False, vocab_size=352)
@@ -73,7 +73,7 @@ def test_F02_F03_spaces_survive_the_stream(tmp_path, monkeypatch, kind, clean_up
 # ---- template-input
 
 
-def test_F10_what_the_template_says_is_a_400(tmp_path):
+def test_what_the_template_says_is_a_400(tmp_path):
     template = (
         "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role here') }}{% endif %}"
     )
@@ -87,13 +87,13 @@ def test_F10_what_the_template_says_is_a_400(tmp_path):
             server.chat(expect=400, messages=messages)
 
 
-def test_F11_no_template_is_a_clear_400_and_completions_work(tmp_path):
+def test_no_template_is_a_clear_400_and_completions_work(tmp_path):
     with serving({"tiny": make_llm(with_template(tmp_path / "m", None))}) as server:
         assert "no chat template" in server.chat(expect=400)["error"]["message"]
         assert server.complete(max_tokens=2) and server.post("/api/generate", prompt="hi", stream=False)
 
 
-def test_F11_text_parts_are_joined(server):
+def test_text_parts_are_joined(server):
     parts = [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]
     ids = [server.post("/tokenize", messages=[{"role": "user", "content": c}])["tokens"] for c in (parts, "A\nB")]
     assert ids[0] == ids[1]
@@ -102,13 +102,13 @@ def test_F11_text_parts_are_joined(server):
     )
 
 
-def test_F11_a_template_file_is_found(tmp_path):
+def test_a_template_file_is_found(tmp_path):
     with serving({"tiny": make_llm(with_template(tmp_path / "m", "{{ messages[0].content }}"))}) as server:
         tokens = server.post("/tokenize", messages=[{"role": "user", "content": "hello"}])["tokens"]
         assert server.llm().tokenizer.decode(tokens) == "hello"
 
 
-def test_F12_a_prefilled_answer_is_continued(server):
+def test_a_prefilled_answer_is_continued(server):
     messages = [{"role": "user", "content": "greet"}, {"role": "assistant", "content": "Hi John,"}]
     tokens = server.post("/tokenize", messages=messages, continue_final_message=True)["tokens"]
     assert server.post("/detokenize", tokens=tokens)["prompt"].endswith("assistant\nHi John,")
@@ -122,7 +122,7 @@ def test_F12_a_prefilled_answer_is_continued(server):
 
 
 @pytest.mark.parametrize("logprobs", [None, 1])
-def test_F13_nothing_of_a_stop_string_is_seen(server, scripted, logprobs):
+def test_nothing_of_a_stop_string_is_seen(server, scripted, logprobs):
     body = scripted("A", "or", "er", "F", " and more") | {"stop": "orerF", "logprobs": logprobs}
     whole = server.complete(**body)["choices"][0]
     assert whole["text"] == "A" and whole["finish_reason"] == "stop" and whole["stop_reason"] == "orerF"
@@ -135,14 +135,14 @@ def test_F13_nothing_of_a_stop_string_is_seen(server, scripted, logprobs):
     assert almost["text"].startswith("AorerF and")
 
 
-def test_F14_an_empty_stop_string_is_refused_and_none_means_none(server, scripted):
+def test_an_empty_stop_string_is_refused_and_none_means_none(server, scripted):
     for stop in ("", [""], ["a", ""]):
         assert server.complete(expect=400, stop=stop)["error"]["param"] == "stop"
     body = scripted("hello")
     assert {server.complete(stop=stop, **body)["choices"][0]["text"] for stop in (None, [])} == {"hello"}
 
 
-def test_F15_min_tokens_outlasts_eos_and_stop_strings(server, scripted):
+def test_min_tokens_outlasts_eos_and_stop_strings(server, scripted):
     forced = server.complete(logit_bias={"2": 100}, min_tokens=4, max_tokens=9)
     assert forced["usage"]["completion_tokens"] == 5 and forced["choices"][0]["finish_reason"] == "stop"
     body = scripted("a", "b", "c", "d", "b", "e")
@@ -153,7 +153,7 @@ def test_F15_min_tokens_outlasts_eos_and_stop_strings(server, scripted):
 # ---- logprob-format
 
 
-def test_F22_chat_logprobs_name_bytes(server, scripted):
+def test_chat_logprobs_name_bytes(server, scripted):
     body = scripted("x", "😀", EOS) | {"logprobs": True, "top_logprobs": 2}
     choice = server.chat(**body)["choices"][0]
     content = choice["logprobs"]["content"]
@@ -173,7 +173,7 @@ def test_F22_chat_logprobs_name_bytes(server, scripted):
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-def test_F23_echo_with_logprobs(server, max_tokens):
+def test_echo_with_logprobs(server, max_tokens):
     prompt = "a b <|im_end|>c"
     choice = server.complete(prompt=prompt, echo=True, logprobs=1, max_tokens=max_tokens, ignore_eos=True)["choices"][0]
     names, text, logprobs = choice["logprobs"]["tokens"], choice["text"], choice["logprobs"]
@@ -191,7 +191,7 @@ def test_F23_echo_with_logprobs(server, max_tokens):
         assert [x for part in parts for x in part[key]] == whole["logprobs"][key]
 
 
-def test_F23_echo_without_an_answer_is_the_prompt(server):
+def test_echo_without_an_answer_is_the_prompt(server):
     whole = server.complete(prompt="a b c", echo=True, max_tokens=0)
     assert whole["choices"][0]["text"] == "a b c" and whole["usage"]["completion_tokens"] == 0
     ids = server.llm().tokenizer.encode("a b c")
@@ -201,14 +201,14 @@ def test_F23_echo_without_an_answer_is_the_prompt(server):
 # ---- length-limits
 
 
-def test_F25_an_empty_prompt_is_refused(server):
+def test_an_empty_prompt_is_refused(server):
     for prompt in ("", [""], [], [[]], ["a", ""], [[1], []]):
         assert server.complete(expect=400, prompt=prompt)["error"]["param"] in ("prompt", None)
     server.chat(expect=400, messages=[])
     assert server.complete(max_tokens=1)
 
 
-def test_F26_prompts_at_the_edge_of_the_context():
+def test_prompts_at_the_edge_of_the_context():
     with serving({"tiny": make_llm(max_model_len=64)}) as server:
         fits = server.complete(prompt=[5] * 63, max_tokens=1, ignore_eos=True)
         assert fits["choices"][0]["finish_reason"] == "length" and fits["usage"]["completion_tokens"] == 1
@@ -228,7 +228,7 @@ def test_F26_prompts_at_the_edge_of_the_context():
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("n", [1, 2])
-def test_F27_usage_in_a_stream_only_if_asked(server, path, n):
+def test_usage_in_a_stream_only_if_asked(server, path, n):
     body = {"n": n, "seed": 3, "max_tokens": 5, "stream": True}
     body |= {"prompt": "hi"} if "chat" not in path else {"messages": [{"role": "user", "content": "hi"}]}
     expected = server.post(path, **(body | {"stream": False}))["usage"]
@@ -252,7 +252,7 @@ def test_F27_usage_in_a_stream_only_if_asked(server, path, n):
         (["ab", EOS], {}, "stop"),  # EOS exactly at max_tokens
     ],
 )
-def test_F28_one_finish_reason_and_one_done(server, scripted, path, pieces, more, reason):
+def test_one_finish_reason_and_one_done(server, scripted, path, pieces, more, reason):
     body = scripted(*pieces) | more
     body |= {"prompt": "hi"} if "chat" not in path else {"messages": [{"role": "user", "content": "hi"}]}
     events = server.stream(path, **body)
@@ -264,7 +264,7 @@ def test_F28_one_finish_reason_and_one_done(server, scripted, path, pieces, more
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/api/chat"])
-def test_F63_bodies_that_are_none(server, path):
+def test_bodies_that_are_none(server, path):
     json_type = {"content-type": "application/json"}
     cases = [
         (b, json_type) for b in (b'{"a":1, x}', b"[]", b"null", b'"str"', b"", b"\xff\xfe", b"[" * 100_000, b"1e400")
@@ -286,7 +286,7 @@ def test_F63_bodies_that_are_none(server, path):
     + [("prompt", [2**70]), ("seed", 2**63), ("stop", [1]), ("logit_bias", []), ("best_of", 0), ("user", 3)]
     + [("top_k", 1.5), ("temperature", "1"), ("priority", 2**40), ("model", 7)],
 )
-def test_F64_wrong_types_are_typed_errors(server, field, value):
+def test_wrong_types_are_typed_errors(server, field, value):
     answer = server.http.post(
         "/v1/completions",
         content=json.dumps({"prompt": "x", "max_tokens": 1} | {field: value}),
@@ -295,7 +295,7 @@ def test_F64_wrong_types_are_typed_errors(server, field, value):
     assert answer.status_code == 400 and field in (answer.json()["error"]["param"] or answer.json()["error"]["message"])
 
 
-def test_F64_numbers_that_are_none_and_errors_that_stay_small(server):
+def test_numbers_that_are_none_and_errors_that_stay_small(server):
     headers = {"content-type": "application/json"}
     for number in ("NaN", "Infinity", "-Infinity", "1e400", "1" * 5000):
         content = '{"prompt": "x", "temperature": ' + number + "}"
@@ -308,20 +308,20 @@ def test_F64_numbers_that_are_none_and_errors_that_stay_small(server):
             assert answer.status_code == 400 and len(answer.content) < 10_000
 
 
-def test_F32_bad_logit_bias_keys(server):
+def test_bad_logit_bias_keys(server):
     for bias in ({"AI": -100}, {"999999": 5}, {"-1": 1}, {"1": 1000}, {"1": "x"}):
         assert "logit_bias" in server.complete(expect=400, logit_bias=bias)["error"]["param"]
     assert server.complete(logit_bias={}, max_tokens=2)["usage"]["completion_tokens"] <= 2
 
 
-def test_F65_counts_beyond_all_bounds(server):
+def test_counts_beyond_all_bounds(server):
     for body in ({"n": 100000}, {"best_of": 100000}, {"logprobs": 100000}, {"prompt": ["x"] * 200}, {"top_k": -5}):
         server.complete(expect=400, **body)
     server.complete(expect=400, prompt=["x"] * 20, n=20)
     server.chat(expect=400, logprobs=True, top_logprobs=100000)
 
 
-def test_F67_unknown_models_and_no_model(server):
+def test_unknown_models_and_no_model(server):
     for answer in (
         server.complete(expect=404, model="no-such-model"),
         server.chat(expect=404, model="no-such-model"),
@@ -332,7 +332,7 @@ def test_F67_unknown_models_and_no_model(server):
     assert server.complete(max_tokens=1)["model"] == "tiny"  # the only one, under its real name
 
 
-def test_F68_preflight_and_header_on_the_stream(server):
+def test_preflight_and_header_on_the_stream(server):
     asked = {"Origin": "http://page", "Access-Control-Request-Method": "POST"}
     asked["Access-Control-Request-Headers"] = "authorization, content-type"
     with serving(cors_origins=("http://page",), api_key="k") as open_server:

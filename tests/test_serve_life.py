@@ -46,7 +46,7 @@ def ended(server, reason: str) -> int:
 
 
 @pytest.mark.parametrize("when", ["streaming", "waiting for the answer", "queued", "prefilling"])
-def test_F29_a_client_that_leaves_frees_everything(server, when):
+def test_a_client_that_leaves_frees_everything(server, when):
     server.wait_idle()
     before, generated = ended(server, "abort"), server.engine.metrics.value("generated_tokens_total", "tiny")
     crowd = [raw_request(server.port, http_bytes("/v1/completions", LONG | {"stream": True})) for _ in range(2)]
@@ -72,7 +72,7 @@ def test_F29_a_client_that_leaves_frees_everything(server, when):
     assert server.complete(max_tokens=2)["usage"]["completion_tokens"] <= 2
 
 
-def test_F30_abort_after_the_end_twice_and_of_nothing(server):
+def test_abort_after_the_end_twice_and_of_nothing(server):
     server.complete(max_tokens=2)
 
     async def again() -> None:
@@ -92,7 +92,7 @@ def test_F30_abort_after_the_end_twice_and_of_nothing(server):
 # ---- engine-survival
 
 
-def test_F31_a_step_that_raises_ends_its_requests_and_no_others(server, monkeypatch):
+def test_a_step_that_raises_ends_its_requests_and_no_others(server, monkeypatch):
     real, failures = engine_module.sample, []
 
     def sample(logits, states, *args):
@@ -120,7 +120,7 @@ def test_F31_a_step_that_raises_ends_its_requests_and_no_others(server, monkeypa
     assert server.complete(max_tokens=2)
 
 
-def test_F31_a_scheduler_that_raises_once(server, monkeypatch):
+def test_a_scheduler_that_raises_once(server, monkeypatch):
     scheduler = server.llm().scheduler
     real, failures = type(scheduler).schedule, []
 
@@ -135,7 +135,7 @@ def test_F31_a_scheduler_that_raises_once(server, monkeypatch):
     assert server.complete(max_tokens=2) and server.http.get("/health").status_code == 200
 
 
-def test_F31_an_engine_that_cannot_even_give_up_is_taken_out_of_service(monkeypatch):
+def test_an_engine_that_cannot_even_give_up_is_taken_out_of_service(monkeypatch):
     with serving() as server:
         engine = server.llm().engine
         monkeypatch.setattr(engine, "step", lambda: 1 / 0)
@@ -149,7 +149,7 @@ def test_F31_an_engine_that_cannot_even_give_up_is_taken_out_of_service(monkeypa
 
 
 @pytest.mark.parametrize("declared", [True, False])
-def test_F65_a_huge_body_is_refused_while_it_arrives(server, declared):
+def test_a_huge_body_is_refused_while_it_arrives(server, declared):
     size = 50_000_000
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     head += b"Content-Length: %d\r\n\r\n" % size if declared else b"Transfer-Encoding: chunked\r\n\r\n"
@@ -169,7 +169,7 @@ def test_F65_a_huge_body_is_refused_while_it_arrives(server, declared):
     assert server.complete(max_tokens=1)
 
 
-def test_F65_a_body_that_stops_arriving_is_refused_and_delays_nobody():
+def test_a_body_that_stops_arriving_is_refused_and_delays_nobody():
     with serving(limits=Limits(stall_seconds=0.2)) as server:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         clients = [raw_request(server.port, head + b'Content-Length: 500\r\n\r\n{"prompt"') for _ in range(20)]
@@ -203,7 +203,7 @@ def trickle(client: socket.socket, piece: bytes) -> bytes:
 HEAD = b"GET /health HTTP/1.1\r\nHost: x\r\n"
 
 
-def test_F65_headers_that_trickle_in_are_refused_and_delay_nobody():
+def test_headers_that_trickle_in_are_refused_and_delay_nobody():
     with serving(limits=Limits(stall_seconds=0.3)) as server:
         for begun, piece in ((b"", b""), (b"", b"G"), (HEAD + b"X-Slow: ", b"x")):
             client = raw_request(server.port, begun)
@@ -221,7 +221,7 @@ def test_F65_headers_that_trickle_in_are_refused_and_delay_nobody():
         client.close()
 
 
-def test_F65_the_connection_of_a_refused_body_ends():
+def test_the_connection_of_a_refused_body_ends():
     with serving(limits=Limits(max_body=100, stall_seconds=0.3)) as server:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         for length in (b"Transfer-Encoding: chunked\r\n\r\n", b"Content-Length: 100000\r\n\r\n"):
@@ -263,7 +263,7 @@ def test_streams_that_end_in_a_step_of_several_tokens_get_all_of_them():
     assert re.search(r"^vitrine_generated_tokens_total{.*} 88.0$", page, re.MULTILINE), "2 x 2 answers of 22 tokens"
 
 
-def test_F66_a_slow_reader_gets_every_byte_and_delays_nobody(server, monkeypatch):
+def test_a_slow_reader_gets_every_byte_and_delays_nobody(server, monkeypatch):
     text = "日本語😀é" * 40
     ids = server.llm().tokenizer.encode(text)
     script(monkeypatch, {7: ids})
@@ -291,7 +291,7 @@ def dechunked(data: bytes) -> str:
     return out.decode()
 
 
-def test_F66_an_error_in_the_middle_is_the_last_event(server, monkeypatch):
+def test_an_error_in_the_middle_is_the_last_event(server, monkeypatch):
     real = engine_module.sample
 
     def sample(logits, states, *args):
@@ -310,7 +310,7 @@ def test_F66_an_error_in_the_middle_is_the_last_event(server, monkeypatch):
 # ---- http-shutdown
 
 
-def test_F69_sigterm_loses_no_accepted_request():
+def test_sigterm_loses_no_accepted_request():
     command = [sys.executable, "serve.py", "--model", str(folder(max_position_embeddings=8192)), "--port", "0"]
     command += ["--threads", "1", "--max-num-seqs", "1", "--drain", "60", "--kernels", "reference"]
     root = Path(__file__).parent.parent
@@ -345,7 +345,7 @@ def test_F69_sigterm_loses_no_accepted_request():
         child.stderr.close()
 
 
-def test_F69_what_does_not_fit_the_drain_ends_with_an_error():
+def test_what_does_not_fit_the_drain_ends_with_an_error():
     with serving({"tiny": long_llm(max_num_seqs=1)}, drain=0.2) as server:
         clients = [raw_request(server.port, http_bytes("/v1/completions", LONG | {"stream": s})) for s in (True, False)]
         assert b"200 OK" in clients[0].recv(100)

@@ -52,7 +52,7 @@ def surprise(counts: list[int], p: list[float]) -> float:
     ),
 )
 @pytest.mark.parametrize("drawn", (True, False))
-def test_F42_the_rejection_rule_leaves_the_distribution_as_it_is(fields, drawn):
+def test_the_rejection_rule_leaves_the_distribution_as_it_is(fields, drawn):
     vocab = 6 + len(fields)
     generator = torch.Generator().manual_seed(len(str(fields)))
     target, draft = torch.randn(2, vocab, generator=generator) * 1.5
@@ -122,7 +122,7 @@ def test_rejection_through_the_engine_leaves_the_distribution_as_it_is(fields):
 
 @pytest.mark.parametrize("rejection", (False, True))
 @pytest.mark.parametrize("speculate", PROPOSERS)
-def test_F41_greedy_answers_are_the_same_whoever_guesses(speculate, rejection):
+def test_greedy_answers_are_the_same_whoever_guesses(speculate, rejection):
     prompts = prompts_of(3, 9, 14)
     params = dataclasses.replace(GREEDY, max_tokens=24)
     engine = make_engine(speculate=speculate, rejection=rejection)
@@ -134,7 +134,7 @@ def test_F41_greedy_answers_are_the_same_whoever_guesses(speculate, rejection):
 
 @pytest.mark.parametrize("temperature", (0, 1.0))
 @pytest.mark.parametrize("most", (1, 3, 5))
-def test_F41_a_copy_is_always_right_and_memory_exact(most, temperature):
+def test_a_copy_is_always_right_and_memory_exact(most, temperature):
     engine = make_engine(speculate="copy", most=most)
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=25, ignore_eos=True, frequency_penalty=0.3)
     requests = [engine.add(p, params) for p in prompts_of(5, 8)]
@@ -156,7 +156,7 @@ def test_F41_a_copy_is_always_right_and_memory_exact(most, temperature):
 
 
 @pytest.mark.parametrize("speculate", ("stranger", "self:1"))
-def test_F41_a_draft_that_was_wrong_guesses_as_one_that_starts_anew(speculate):
+def test_a_draft_that_was_wrong_guesses_as_one_that_starts_anew(speculate):
     """Whatever was taken back: the draft's tokens, keys and values are those of a draft that never guessed before."""
     engine = make_engine(speculate=speculate)
     proposer, compared = engine.speculator.proposer, []
@@ -248,7 +248,7 @@ def test_a_draft_without_memory_leaves_the_target_alone():
     assert_all_free(engine)
 
 
-def test_F43_padding_may_differ_but_not_the_tokens(tmp_path):
+def test_padding_may_differ_but_not_the_tokens(tmp_path):
     target = tiny.hf_folder(tmp_path / "target", "llama")
     padded = tiny.hf_folder(tmp_path / "padded", "llama", seed=1, vocab_size=384)
     shorter = tiny.hf_folder(tmp_path / "shorter", "llama", seed=1, vocab_size=Tokenizer.from_folder(target).vocab_size)

@@ -95,7 +95,7 @@ def test_a_demanded_call():
     assert "additionalProperties" not in TOOLS[1]["function"]["parameters"]
 
 
-def test_F56_references_within_the_parameters_hold_in_a_demanded_call():
+def test_references_within_the_parameters_hold_in_a_demanded_call():
     node = {"type": "object", "properties": {"n": {"$ref": "#/$defs/digit"}, "$ref": {"const": "#/$defs/digit"}}}
     node |= {"required": ["n"], "$defs": {"digit": {"type": "integer", "minimum": 0, "maximum": 9}}}
     tools = [*TOOLS, {"function": {"name": "h", "parameters": node}}]
@@ -110,14 +110,14 @@ def test_F56_references_within_the_parameters_hold_in_a_demanded_call():
 
 @pytest.mark.parametrize("name", ["f", None])
 @pytest.mark.parametrize("parameters", [None, {}, {"description": "none"}, {"anyOf": [{"required": ["a"]}, True]}])
-def test_F57_arguments_are_an_object_even_if_the_schema_says_nothing(parameters, name):
+def test_arguments_are_an_object_even_if_the_schema_says_nothing(parameters, name):
     schema = forced_schema([{"function": {"name": "f", "parameters": parameters}}], name)
     for arguments, allowed in (("{}", True), ("3", False), ("null", False), ('"x"', False)):
         text = arguments if name else f'{{"name": "f", "arguments": {arguments}}}'
         assert accepts(BYTE_GUIDES, text, json_schema=schema) == allowed
 
 
-def test_F57_parameters_nested_beyond_all_bounds_are_refused():
+def test_parameters_nested_beyond_all_bounds_are_refused():
     deep = {}
     for _ in range(5000):
         deep = {"items": deep}
