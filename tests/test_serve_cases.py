@@ -54,7 +54,7 @@ def test_no_half_characters_in_a_stream(server, scripted):
 
 
 @pytest.mark.parametrize("kind, clean_up", [("meta", False), ("bytes", True)])
-def test_F03_spaces_survive_the_stream(tmp_path, monkeypatch, kind, clean_up):
+def test_spaces_survive_the_stream(tmp_path, monkeypatch, kind, clean_up):
     text = " the cat. It is x != y ."
     library = tiny_tokenizer.metaspace_library() if kind == "meta" else tiny_tokenizer.byte_level_library()
     path = tiny.hf_folder(tmp_path / "m", "llama", tokenizer=False, vocab_size=352)
