@@ -107,10 +107,10 @@ class Checkpoint:
         """The name that the file itself has for a tensor."""
         return name
 
-    def _check(self, found: dict[str, tuple[int, ...]], where: str) -> dict[str, tuple[int, ...]]:
-        """`found` without leftovers, in the config's order; refuses what is missing, unknown, or of another shape."""
+    def _check(self, shapes: dict[str, tuple[int, ...]], where: str) -> dict[str, tuple[int, ...]]:
+        """`shapes` without leftovers, in the config's order; refuses what is missing, unknown, or of another shape."""
         expected = tensor_shapes(self.config)
-        left = {name: shape for name, shape in found.items() if not LEFTOVER.search(name)}
+        left = {name: shape for name, shape in shapes.items() if not LEFTOVER.search(name)}
         if self.quant is not None:
             expected = _quantised_names(expected, left)
         missing = [name for name in expected if name not in left]
@@ -135,12 +135,12 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
-def _quantised_names(expected: dict, found: dict) -> dict:
+def _quantised_names(expected: dict, shapes: dict) -> dict:
     """Where quantize.py replaced a matrix: its parts instead of .weight, with shapes left to the scheme (None)."""
     names = {}
     for name, shape in expected.items():
         stem = name.removesuffix(".weight")
-        parts = [] if name in found else [n for n in found if n.rpartition(".")[0] == stem and n not in expected]
+        parts = [] if name in shapes else [n for n in shapes if n.rpartition(".")[0] == stem and n not in expected]
         names |= dict.fromkeys(parts) if parts else {name: shape}
     return names
 
@@ -156,19 +156,19 @@ class FolderCheckpoint(Checkpoint):
         self.config = from_hf(settings, self.generation_config, str(path / "config.json"))
         files, index = self._locate()
         self._files: dict[str, Path] = {}
-        found, dtypes = {}, {}
+        shapes, dtypes = {}, {}
         for file in files:
             header, quant = _read_header(file)
             self.quant = quant or self.quant
             for name, (shape, dtype) in header.items():
                 if index is None or index.get(name) == file.name:
-                    self._files[name], found[name], dtypes[name] = file, shape, dtype
-        lost = [name for name in index or () if name not in found]
+                    self._files[name], shapes[name], dtypes[name] = file, shape, dtype
+        lost = [name for name in index or () if name not in shapes]
         if lost:
             raise CheckpointError(f"{path}: the index assigns tensors to files that lack them: {_some(lost)}.")
-        self._settle_head(found)
+        self._settle_head(shapes)
         self._settle_dtype(dtypes)
-        self._shapes = self._check(found, str(path))
+        self._shapes = self._check(shapes, str(path))
 
     def _locate(self) -> tuple[list[Path], dict[str, str] | None]:
         """The files to read, and which tensor counts in which of them (None: all of a single file).
@@ -191,13 +191,13 @@ class FolderCheckpoint(Checkpoint):
             raise CheckpointError(_no_weights(self.path, files))
         return files, None
 
-    def _settle_head(self, found: dict) -> None:
+    def _settle_head(self, shapes: dict) -> None:
         """Tied by the config and yet a head in the files: equal values are one tensor, else the flag is wrong."""
         head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-        if not self.config.tie_word_embeddings or head not in found or embedding not in found:
+        if not self.config.tie_word_embeddings or head not in shapes or embedding not in shapes:
             return
-        if found[head] == found[embedding] and torch.equal(self.tensor(head), self.tensor(embedding)):
-            del found[head]
+        if shapes[head] == shapes[embedding] and torch.equal(self.tensor(head), self.tensor(embedding)):
+            del shapes[head]
         else:
             self.config = replace(self.config, tie_word_embeddings=False)
 

@@ -134,13 +134,13 @@ class CapturedRunner(ModelRunner):
 
     def run(self, batch: Batch) -> torch.Tensor:
         """As ModelRunner.run; replayed logits and `states` are overwritten by the next replay."""
-        rows, wanted = len(batch.tokens), None
+        rows, logit_rows = len(batch.tokens), None
         if rows > self.buckets[-1]:
             logits = self.inner.run(batch)
             self.states = self.inner.states
             return logits
         if not batch.one_each:  # a short prompt, or guesses to check: see one_token_each
-            wanted = batch.logit_rows
+            logit_rows = batch.logit_rows
             batch = one_token_each(batch)
         bucket = self.buckets[bisect_left(self.buckets, rows)]
         static, logits, states, replay = self.recorded.get(bucket) or self.record(bucket)
@@ -156,7 +156,7 @@ class CapturedRunner(ModelRunner):
                 target = target[:, : source.shape[1]]
             target[:rows] = source[:rows]
         replay()
-        chosen = slice(rows) if wanted is None or len(wanted) == rows else wanted
+        chosen = slice(rows) if logit_rows is None or len(logit_rows) == rows else logit_rows
         self.states = states[chosen]
         return logits[chosen]
 

@@ -369,11 +369,11 @@ def lay_out(step: Step, block_size: int, device, rows: list[range] | None = None
     tokens, positions, slots, starts, logit_rows, tables, lens, computed = [], [], [], [0], [], [], [], []
     for i, (seq, n) in enumerate(step.entries):
         start, end, table = seq.num_computed, seq.num_computed + n, seq.block_table
-        wanted = seq.answer.rows_wanted(end) if rows is None else rows[i]
-        if wanted:
+        read = seq.answer.rows_wanted(end) if rows is None else rows[i]
+        if read:
             first = len(logit_rows)
-            logit_rows += range(starts[-1] + wanted.start - start, starts[-1] + wanted.stop - start)
-            computed.append(Computed(seq.answer, wanted, first, len(logit_rows) - 1))
+            logit_rows += range(starts[-1] + read.start - start, starts[-1] + read.stop - start)
+            computed.append(Computed(seq.answer, read, first, len(logit_rows) - 1))
         tokens += seq.tokens[start:end]
         positions += range(start, end)
         for p in range(start, end):

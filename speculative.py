@@ -105,23 +105,23 @@ class NgramProposer(Proposer):
         return [self._guess(answer, limit) if limit else [] for answer, limit in zip(answers, limits, strict=True)]
 
     def _match(self, answer: Answer) -> tuple[int, int]:
-        """Length of the longest match, and the place after its last occurrence; 0, 0 without any."""
+        """Length of the longest match, and the index after its last occurrence; 0, 0 without any."""
         tokens, index = answer.seq.tokens, self._index(answer)
         for n in self.lengths:
-            place = index.get(tuple(tokens[-n:]))
-            if place is not None:
-                return n, place
+            after = index.get(tuple(tokens[-n:]))
+            if after is not None:
+                return n, after
         return 0, 0
 
     def _guess(self, answer: Answer, limit: int) -> list[int]:
         tokens, guess = answer.seq.tokens, []
-        length, place = self._match(answer)
-        for i in range(place, place + limit if length else place):
+        length, after = self._match(answer)
+        for i in range(after, after + limit if length else after):
             guess.append(tokens[i] if i < len(tokens) else guess[i - len(tokens)])
         return guess
 
     def _index(self, answer: Answer) -> dict[tuple[int, ...], int]:
-        """n-gram -> the place after its last occurrence, of all that end before the last token."""
+        """n-gram -> the index after its last occurrence, of all that end before the last token."""
         tokens = answer.seq.tokens
         done, index = self._seen.get(answer, (0, {}))
         for end in range(done + 1, len(tokens)):

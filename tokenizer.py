@@ -125,10 +125,10 @@ class StopChecker:
         return held
 
     def _first_match(self, text: str) -> tuple[int, int] | None:
-        found = [(start + len(item), start) for item in self._stops if (start := text.find(item)) >= 0]
-        if not found:
+        matches = [(start + len(item), start) for item in self._stops if (start := text.find(item)) >= 0]
+        if not matches:
             return None
-        end, start = min(found)
+        end, start = min(matches)
         return start, end
 
     def _possible_beginning(self, text: str) -> int:

@@ -269,16 +269,16 @@ def train(out: str | Path, settings: Settings, load: Callable[[], LLM], resume: 
 
 def check_folder(folder: Path, settings: Settings, resume: bool) -> None:
     """Refuse a work folder that holds another run, or one that is not to be resumed."""
-    note, wanted = folder / NOTE, asdict(settings)
+    note, now = folder / NOTE, asdict(settings)
     if note.exists():
         if not resume:
             raise ValueError(f"{folder} holds a run that has begun: go on with --resume, or delete it")
         try:
-            found = dict(json.loads(note.read_text(encoding="utf-8")))
+            before = dict(json.loads(note.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
             raise ValueError(f"{note} is damaged ({error}): delete {folder}, and begin again") from None
-        if found != wanted:
-            differ = {k: (found.get(k), v) for k, v in wanted.items() if found.get(k) != v}
+        if before != now:
+            differ = {k: (before.get(k), v) for k, v in now.items() if before.get(k) != v}
             raise ValueError(f"{folder} holds a run with other settings (there, asked for): {differ}; delete it first")
 
 

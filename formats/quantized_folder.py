@@ -180,9 +180,9 @@ def make_header(entries: dict[str, Entry], quant: str) -> tuple[bytes, dict[str,
     return len(text).to_bytes(8, "little") + text, places
 
 
-def write_at(file: BinaryIO, place: int, tensor: torch.Tensor) -> int:
-    """Write the tensor's bytes at `place`; returns how many they are."""
-    file.seek(place)
+def write_at(file: BinaryIO, offset: int, tensor: torch.Tensor) -> int:
+    """Write the tensor's bytes at `offset`; returns how many they are."""
+    file.seek(offset)
     return file.write(tensor.contiguous().flatten().view(torch.uint8).numpy())
 
 
@@ -224,7 +224,7 @@ def hf_config(config: ModelConfig) -> dict:
     """The config.json that describes `config`."""
     c, windows = config, sorted(set(config.sliding_window) - {None})
     kind = "mistral" if windows and c.architecture == "llama" else c.architecture  # one model under two names
-    found = {
+    config = {
         "architectures": [f"{kind.capitalize()}ForCausalLM"],
         "model_type": kind,
         "hidden_act": "silu",
@@ -248,12 +248,12 @@ def hf_config(config: ModelConfig) -> dict:
         "torch_dtype": c.dtype,
     }
     if kind == "gemma3":
-        found |= {"model_type": "gemma3_text", "hidden_act": "gelu_pytorch_tanh"}
-        found |= {"query_pre_attn_scalar": round(c.attn_scale**-2), "rope_local_base_freq": c.rope_local_theta}
+        config |= {"model_type": "gemma3_text", "hidden_act": "gelu_pytorch_tanh"}
+        config |= {"query_pre_attn_scalar": round(c.attn_scale**-2), "rope_local_base_freq": c.rope_local_theta}
     if windows and kind != "mistral":
         kinds = ["full_attention" if w is None else "sliding_attention" for w in c.sliding_window]
-        found |= {"use_sliding_window": True, "layer_types": kinds}
-    return found
+        config |= {"use_sliding_window": True, "layer_types": kinds}
+    return config
 
 
 @as_command

@@ -60,19 +60,19 @@ def _split_attention(
 
     row = tl.arange(0, ROWS)
     token, head = first + row // GROUP_HEADS, kv_head * GROUP_HEADS + row % GROUP_HEADS
-    mine = (row // GROUP_HEADS < TOKENS) & (start + token < end)
+    valid = (row // GROUP_HEADS < TOKENS) & (start + token < end)
     position = context - (end - start) + token  # [ROWS]
     d = tl.arange(0, WIDTH)
     at = ((start + token) * heads + head) * HEAD_DIM
-    query = tl.load(q + at[:, None] + d, mask=mine[:, None] & (d < HEAD_DIM), other=0.0).to(tl.float32)
+    query = tl.load(q + at[:, None] + d, mask=valid[:, None] & (d < HEAD_DIM), other=0.0).to(tl.float32)
 
     m = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
-    last = tl.minimum(tl.max(tl.where(mine, position, -1)) + 1, (split + 1) * SPLIT)
+    last = tl.minimum(tl.max(tl.where(valid, position, -1)) + 1, (split + 1) * SPLIT)
     begin = 0  # the first key that any row of the block sees
     if window > 0:
-        begin = tl.maximum(tl.min(tl.where(mine, position, context)) - window + 1, 0)
+        begin = tl.maximum(tl.min(tl.where(valid, position, context)) - window + 1, 0)
     for tile in range(tl.maximum(split * SPLIT, begin // KEYS * KEYS), last, KEYS):
         j = tile + tl.arange(0, KEYS)
         inside = (j >= begin) & (j < last)
@@ -84,7 +84,7 @@ def _split_attention(
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale  # [ROWS, KEYS]
         if softcap > 0:  # softcap * tanh(scores / softcap)
             scores = softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1))
-        seen = (j <= position[:, None]) & inside & mine[:, None]
+        seen = (j <= position[:, None]) & inside & valid[:, None]
         if window > 0:
             seen = seen & (j > position[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))
@@ -96,9 +96,9 @@ def _split_attention(
         acc = acc * keep[:, None] + tl.dot(weights, values, input_precision="ieee")
         m = largest
     to = (split * rows_total + start + token) * heads + head
-    tl.store(bounds + 2 * to, m, mask=mine)
-    tl.store(bounds + 2 * to + 1, total, mask=mine)
-    tl.store(partial + to[:, None] * HEAD_DIM + d, acc, mask=mine[:, None] & (d < HEAD_DIM))
+    tl.store(bounds + 2 * to, m, mask=valid)
+    tl.store(bounds + 2 * to + 1, total, mask=valid)
+    tl.store(partial + to[:, None] * HEAD_DIM + d, acc, mask=valid[:, None] & (d < HEAD_DIM))
 
 
 @triton.jit
@@ -171,13 +171,13 @@ def _product(
     tile = packed + (channel // 16).to(tl.int64) * tile_bytes  # [CHANNELS]
     inside = channel < n
     if BITS == 4:
-        place = (step % 4 * 64 + i % 4)[:, None] + (channel % 16 * 4)[None]  # [32, CHANNELS]
+        offset = (step % 4 * 64 + i % 4)[:, None] + (channel % 16 * 4)[None]  # [32, CHANNELS]
     else:
-        place = (step * 64 + i % 4)[:, None] + (channel % 16 * 4)[None]
+        offset = (step * 64 + i % 4)[:, None] + (channel % 16 * 4)[None]
     params = tile + groups * 64 * BITS
     acc = tl.zeros((ROWS, CHANNELS), tl.float32)
     for g in range(groups):
-        code = tl.load(tile[None] + g * 64 * BITS + place, mask=inside[None], other=0)
+        code = tl.load(tile[None] + g * 64 * BITS + offset, mask=inside[None], other=0)
         if PER_CHANNEL:
             scale = tl.load((params + channel % 16 * 4).to(tl.pointer_type(tl.float32)), mask=inside, other=0.0)
         elif BITS == 4:
