@@ -36,7 +36,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels  # noqa: F401  (registers the operations of torch.ops.vitrine)
-from quantize import Embedding, embedding_from_checkpoint, linear_from_checkpoint, parse_scheme
+from formats.layers import embedding_from_checkpoint, linear_from_checkpoint
+from quantize import Embedding, parse_scheme
 
 ops = torch.ops.vitrine
 

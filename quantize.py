@@ -28,9 +28,7 @@ AWQ), clipping a group's range, mixed precision. `python quantize.py --model M -
 
 from __future__ import annotations
 
-import contextlib
 import math
-import mmap
 import runpy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -41,6 +39,7 @@ from torch import nn
 
 import kernels
 from formats import gguf
+from native.arena import arena
 
 VERSION = 1  # of the form in which formats/quantized_folder.py stores weights
 CHUNK = 1 << 17  # weights handled at a time: bounds the memory that loading needs beside its result
@@ -331,37 +330,6 @@ class Linear(nn.Module):
         return sum(t.nbytes for t in self.buffers())
 
 
-class Arena:
-    """Memory for weights that stay: large mappings, handed out piece by piece.
-
-    From the heap, the weights that stay would lie between the temporaries that go, and the holes add up: loading took
-    up to 1.6 times the final weights. And one layer of a small model is less than a huge page (2 MiB); side by side
-    they fill them, and a step that reads every weight once misses the TLB far less often. A mapping goes with its last
-    piece; what nobody touched of it was never memory.
-    """
-
-    CHUNK = 64 << 20
-
-    def __init__(self):
-        self.free = torch.empty(0, dtype=torch.uint8)
-
-    def empty(self, rows: int, columns: int) -> torch.Tensor:
-        """uint8 [rows, columns] of zeros, aligned to a cache line."""
-        nbytes = rows * columns
-        if nbytes > len(self.free):
-            private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-            mapping = mmap.mmap(-1, max(nbytes, self.CHUNK), **private)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                with contextlib.suppress(OSError):  # a kernel without huge pages: small ones do
-                    mapping.madvise(mmap.MADV_HUGEPAGE)
-            self.free = torch.frombuffer(mapping, dtype=torch.uint8)
-        piece, self.free = self.free[:nbytes], self.free[-(-nbytes // 64) * 64 :]
-        return piece.view(rows, columns)
-
-
-arena = Arena()
-
-
 class StoredLinear(Linear):
     """Under a scheme without a kernel: holds the parts, and dequantises them for every product, in pieces if large."""
 
@@ -473,99 +441,6 @@ def set_activations(model: nn.Module, activations: str) -> None:
     for module in model.modules():
         if isinstance(module, PackedLinear):
             module.activations = activations
-
-
-def resolve_scheme(ckpt, scheme: str | Scheme | None) -> Scheme | None:
-    """The scheme in force: the asked one, or that of a folder which is quantised already and cannot have another."""
-    asked_for = parse_scheme(scheme)
-    if ckpt.quant is None:
-        return asked_for
-    if ckpt.quant["version"] != VERSION:
-        raise ValueError(f"{ckpt.path} was written as version {ckpt.quant['version']} of this format, not {VERSION}")
-    stored = parse_scheme(ckpt.quant["scheme"])
-    if asked_for not in (None, stored):
-        raise ValueError(
-            f"{ckpt.path} is quantised as {stored.name} and cannot be loaded as {asked_for.name}; leave quant out, "
-            f"or quantise the original model"
-        )
-    return stored
-
-
-def scheme_for(ckpt, names: list[str], scheme: Scheme) -> Scheme:
-    """The scheme for the weights `names`, which form one layer and therefore share one form.
-
-    The embedding table and the head keep 8 bits. Next to a Q8_0 tensor, which has groups, "int8" has groups too: a
-    scale for each row would only lose what the file still has.
-    """
-    if scheme.bits < 8 and names[0] in TABLES:
-        scheme = INT8
-    if scheme is INT8 and any(b is not None and b.kind == "Q8_0" for b in map(ckpt.blocks, names)):
-        scheme = INT8_G32
-    return scheme
-
-
-def load_rows(ckpt, names: list[str], scheme: Scheme) -> list[QuantRows]:
-    """The weights `names`, which form one layer, as one piece each: taken over where that loses nothing."""
-    if ckpt.quant is not None:
-        return [stored_rows(ckpt, name.removesuffix(".weight"), scheme) for name in names]
-    form, pieces = scheme_for(ckpt, names, scheme), []
-    for name in names:
-        blocks = ckpt.blocks(name)
-        rows = None if blocks is None else adopt_blocks(blocks, form)
-        if rows is None:
-            rows = quantize_rows(ckpt.tensor(name) if blocks is None else blocks, form, name)
-        pieces.append(rows)
-        ckpt.release(name)  # the source is mapped, and its pages would stay beside the copy
-    return pieces
-
-
-def stored_rows(ckpt, layer: str, scheme: Scheme) -> QuantRows:
-    """Rows of a folder that formats/quantized_folder.py wrote. Raises ValueError naming a part that is not there."""
-    n, k = ckpt.quant["shapes"][layer]
-    stored = {name.rpartition(".")[2]: name for name in ckpt.names() if name.rpartition(".")[0] == layer}
-    parts = {part: ckpt.tensor(name) for part, name in stored.items() if part != "bias"}
-    held = {part: (t.dtype, tuple(t.shape)) for part, t in parts.items()}
-    for form in (scheme, INT8, INT8_G32):  # what `scheme_for` may have chosen
-        layout = form.layout(n, k)
-        if held == layout:
-            return QuantRows(form, {part: parts[part] for part in layout}, k)
-    lost = ", ".join(f"{layer}.{part}" for part in scheme.layout(n, k) if part not in held)
-    fault = f"{lost} is missing" if lost else f"the parts of {layer} are not those of a [{n}, {k}] weight"
-    raise ValueError(f"{ckpt.path}: {fault}: the folder is damaged; quantise the original model again")
-
-
-def load_dense(ckpt, names: list[str], dtype: torch.dtype) -> torch.Tensor:
-    """The weights `names` under one another as one [N, K] of `dtype`; a part is converted a chunk at a time."""
-    sources = [ckpt.blocks(name) for name in names]
-    if len(names) == 1 and sources[0] is None:
-        return ckpt.tensor(names[0]).to(dtype)
-    rows = [ckpt.shape(name)[0] for name in names]
-    out = torch.empty(sum(rows), ckpt.shape(names[0])[1], dtype=dtype)
-    for name, source, part in zip(names, sources, out.split(rows), strict=True):
-        for start, w in float_chunks(ckpt.tensor(name) if source is None else source):
-            part[start : start + len(w)] = w
-        ckpt.release(name)
-    return out
-
-
-def linear_from_checkpoint(
-    ckpt, names: list[str], scheme: str | Scheme | None, dtype: torch.dtype, bias_names: list[str] | None = None
-) -> Linear:
-    """The layer whose rows are those of the weights `names`, one under the other (a fused layer has several).
-
-    `scheme` None means dense in `dtype`, unless the checkpoint is a quantised folder. One weight is in memory at a
-    time beside the layer. Raises ValueError as `resolve_scheme` and `quantize_rows` do.
-    """
-    bias = None if bias_names is None else torch.cat([ckpt.tensor(name).to(dtype) for name in bias_names])
-    scheme = resolve_scheme(ckpt, scheme)
-    if scheme is None:
-        return Linear(load_dense(ckpt, names, dtype), bias)
-    return quantised_layer(concatenate(load_rows(ckpt, names, scheme)), bias)
-
-
-def embedding_from_checkpoint(ckpt, name: str, scheme: str | Scheme | None, dtype: torch.dtype) -> Embedding:
-    """The embedding table `name`, and the output head too if the model ties them: dense, or 8 bits under any scheme."""
-    return Embedding(linear_from_checkpoint(ckpt, [name], scheme, dtype), dtype)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ import tokenizers
 
 from formats import gguf_vocab
 from formats.chat_template import ChatTemplate, ControlStrings, Shield
+from formats.tokenizer_files import add_missing_tokens, content_of, decoding_of, read_json, read_library, read_templates
 
 BLANKS = re.compile(r"\s*")
 SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -167,7 +168,7 @@ class Tokenizer:
         self.bos_token_id = self._id("bos_token")
         eos = self._id("eos_token")
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(([] if eos is None else [eos]) + list(eos_ids)))
-        self._byte_level, self._space, self._strip_first_space = _decoding(library)
+        self._byte_level, self._space, self._strip_first_space = decoding_of(library)
         self._before, self._after = self._surroundings(add_bos, add_eos)
         self._template = ChatTemplate(templates, self._specials)
 
@@ -182,12 +183,12 @@ class Tokenizer:
     def from_folder(cls, path: str | Path) -> "Tokenizer":
         """From an HF folder. Raises ValueError naming the file that is missing or wrong."""
         folder = Path(path)
-        library = _read_library(folder / "tokenizer.json")
-        config = _read_json(folder / "tokenizer_config.json")
-        _add_missing_tokens(library, config.get("added_tokens_decoder") or {})
-        named = _read_json(folder / "special_tokens_map.json") | config
-        specials = {key: _content(named[key], key) for key in SPECIAL_KEYS if named.get(key) is not None}
-        templates = _read_templates(folder, config)
+        library = read_library(folder / "tokenizer.json")
+        config = read_json(folder / "tokenizer_config.json")
+        add_missing_tokens(library, config.get("added_tokens_decoder") or {})
+        named = read_json(folder / "special_tokens_map.json") | config
+        specials = {key: content_of(named[key], key) for key in SPECIAL_KEYS if named.get(key) is not None}
+        templates = read_templates(folder, config)
         return cls(library, specials, templates, config.get("add_bos_token"), config.get("add_eos_token"))
 
     @classmethod
@@ -375,106 +376,3 @@ def _literal_copy(definition: str) -> tokenizers.Tokenizer:
     copy = tokenizers.Tokenizer.from_str(definition)
     copy.encode_special_tokens = True
     return copy
-
-
-def _decoding(library: tokenizers.Tokenizer) -> tuple[bool, str, bool]:
-    """(byte-level?, the character that stands for a space, is one space at the start of a text dropped?)"""
-    steps = _steps(library.decoder)
-    names = [step["type"] for step in steps]
-    if names == ["ByteLevel"] or not names and "ByteLevel" in [step["type"] for step in _steps(library.pre_tokenizer)]:
-        return True, "", False
-    if names == ["Metaspace"]:
-        return False, steps[0]["replacement"], steps[0].get("prepend_scheme", "always") != "never"
-    if names and set(names) <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
-        spaces = [s["pattern"].get("String") for s in steps if s["type"] == "Replace" and s["content"] == " "]
-        stripped = [step for step in steps if step["type"] == "Strip"]
-        plain = all((s["content"], s["stop"]) == (" ", 0) and s["start"] <= 1 for s in stripped)
-        if len(spaces) == 1 and spaces[0] and plain:
-            return False, spaces[0], any(step["start"] for step in stripped)
-    raise ValueError(
-        f"tokenizer.json: the decoder {names or None} is not supported, only ByteLevel, Metaspace and the "
-        "SentencePiece sequence (Replace, ByteFallback, Fuse, Strip) are"
-    )
-
-
-def _steps(component: Any) -> list[dict]:
-    """A decoder or pre-tokenizer of the library as its JSON definition, sequences flattened."""
-    if component is None:
-        return []
-    definition = json.loads(component.__getstate__())
-    return definition.get("decoders") or definition.get("pretokenizers") or [definition]
-
-
-# ---- the files of an HF folder ----
-
-
-def _read_library(path: Path) -> tokenizers.Tokenizer:
-    if not path.is_file():
-        raise ValueError(
-            f"{path} is missing: a folder needs tokenizer.json (transformers converts a tokenizer.model: "
-            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder))"
-        )
-    try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises a bare Exception for every kind of bad file
-        raise ValueError(f"{path} is not a tokenizer: {error}") from error
-
-
-def _read_json(path: Path) -> dict:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, not {type(content).__name__}")
-    return content
-
-
-def _content(token: Any, key: str) -> str:
-    """Token strings are written plain or as an object with the string in "content"."""
-    content = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(content, str):
-        raise ValueError(
-            f"tokenizer_config.json: {key} is {token!r}; it must be a token's text, or an object with a content"
-        )
-    return content
-
-
-def _add_missing_tokens(library: tokenizers.Tokenizer, added: dict[str, dict]) -> None:
-    """tokenizer_config.json may list added tokens that tokenizer.json lacks; each must get the id that is written."""
-    if not isinstance(added, dict) or not all(i.isdecimal() and isinstance(token, dict) for i, token in added.items()):
-        raise ValueError("tokenizer_config.json: added_tokens_decoder must map token ids to objects with their content")
-    for token_id, token in sorted(added.items(), key=lambda item: int(item[0])):
-        _content(token, f"added_tokens_decoder[{token_id}]")
-        if library.token_to_id(token["content"]) is None:
-            flags = {
-                key: token[key] for key in ("special", "lstrip", "rstrip", "single_word", "normalized") if key in token
-            }
-            library.add_tokens([tokenizers.AddedToken(token["content"], **flags)])
-        if library.token_to_id(token["content"]) != int(token_id):
-            raise ValueError(
-                f"tokenizer_config.json gives {token['content']!r} the id {token_id}, tokenizer.json "
-                f"{library.token_to_id(token['content'])}: the files do not belong together"
-            )
-
-
-def _read_templates(folder: Path, config: dict) -> dict[str, str]:
-    """Chat templates by name. A .jinja file wins over tokenizer_config.json, that over chat_template.json."""
-    given = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template") or {}
-    if isinstance(given, str):
-        given = {"default": given}
-    elif isinstance(given, list) and all(isinstance(entry, dict) for entry in given):
-        given = {entry.get("name"): entry.get("template") for entry in given}
-    if not isinstance(given, dict) or not all(isinstance(text, str) for text in (*given, *given.values())):
-        raise ValueError(f"{folder}: chat_template must be a text, or a list of objects with a name and a template")
-    files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    if (folder / "chat_template.jinja").is_file():
-        files["default"] = folder / "chat_template.jinja"
-    for name, path in files.items():
-        try:
-            given = {**given, name: path.read_text(encoding="utf-8")}
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8 ({error}): fetch it again") from None
-    return given

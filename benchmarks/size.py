@@ -37,9 +37,10 @@ from checkpoint import Checkpoint, open_checkpoint
 from formats.command_line import as_command, flag, given, refuse_unused, value_of
 from formats.config import ModelConfig
 from formats.families import tensor_shapes
+from formats.layers import resolve_scheme, scheme_for
 from generate import DTYPES
 from kv_paged import block_bytes, blocks_needed, free_memory, parse_memory
-from quantize import SCHEMES, TABLES, Scheme, parse_scheme, resolve_scheme, scheme_for
+from quantize import SCHEMES, TABLES, Scheme, parse_scheme
 
 SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 GIB = 2**30

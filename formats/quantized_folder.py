@@ -46,7 +46,8 @@ from safetensors import SafetensorError, safe_open
 from checkpoint import QUANT_KEY, Checkpoint, ModelConfig, open_checkpoint
 from formats.command_line import as_command
 from formats.families import from_hf
-from quantize import VERSION, Scheme, load_rows, parse_scheme, scheme_for
+from formats.layers import load_rows, scheme_for
+from quantize import VERSION, Scheme, parse_scheme
 from tokenizer import Tokenizer
 
 WEIGHTS = "model.safetensors"

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import quantize
 from formats import gguf
+from formats.layers import embedding_from_checkpoint, linear_from_checkpoint
 from quantize import (
     INT8,
     INT8_G32,
@@ -19,8 +20,6 @@ from quantize import (
     QuantRows,
     adopt_blocks,
     concatenate,
-    embedding_from_checkpoint,
-    linear_from_checkpoint,
     pack_nibbles,
     parse_scheme,
     quantised_layer,

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import quantize
 from checkpoint import open_checkpoint, tensor_shapes
 from formats import gguf, quantized_folder
+from formats import layers as weights
 from formats.families import from_hf
 from formats.quantized_folder import WEIGHTS, save_quantized, write_weights
 from generate import LLM
@@ -30,14 +31,14 @@ ROOT = Path(__file__).resolve().parent.parent
 def buffers(ckpt, scheme) -> dict[str, torch.Tensor]:
     """Every layer of the model as model.py builds them, by name: what they hold."""
     c, layers = ckpt.config, {}
-    layers["embed"] = quantize.embedding_from_checkpoint(ckpt, "model.embed_tokens.weight", scheme, torch.float32)
+    layers["embed"] = weights.embedding_from_checkpoint(ckpt, "model.embed_tokens.weight", scheme, torch.float32)
     if not c.tie_word_embeddings:
-        layers["head"] = quantize.linear_from_checkpoint(ckpt, ["lm_head.weight"], scheme, torch.float32)
+        layers["head"] = weights.linear_from_checkpoint(ckpt, ["lm_head.weight"], scheme, torch.float32)
     for i in range(c.num_layers):
         for parts in FUSED:
             bias = {"self_attn.q_proj": c.qkv_bias, "self_attn.o_proj": c.o_bias}.get(parts[0], c.mlp_bias)
             names = [f"model.layers.{i}.{part}" for part in parts]
-            layers[names[0]] = quantize.linear_from_checkpoint(
+            layers[names[0]] = weights.linear_from_checkpoint(
                 ckpt,
                 [name + ".weight" for name in names],
                 scheme,
@@ -206,7 +207,7 @@ def test_pieces_of_one_layer_are_stored_in_one_form(tmp_path):
     ckpt = Mixed()
     write_weights(ckpt, SCHEMES["int8"], tmp_path / WEIGHTS, lambda done, total: None)
     stored = load_file(tmp_path / WEIGHTS)
-    pieces = quantize.load_rows(ckpt, ckpt.names(), SCHEMES["int8"])
+    pieces = weights.load_rows(ckpt, ckpt.names(), SCHEMES["int8"])
     assert len(stored) == 6 and pieces[0].scheme is quantize.INT8_G32
     for name, rows in zip(ckpt.names(), pieces, strict=True):
         for suffix, part in rows.parts.items():
@@ -322,6 +323,7 @@ import sys
 from pathlib import Path
 import torch
 import quantize
+from formats import layers as weights
 from checkpoint import open_checkpoint
 
 def resident(key):
@@ -337,7 +339,7 @@ Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
 before = resident("VmRSS")
 names = [name for name in ckpt.names() if name.endswith((".qweight", "proj.weight", "tokens.weight"))]
 names = [name.replace(".qweight", ".weight") for name in names]
-layers = [quantize.linear_from_checkpoint(ckpt, [name], scheme, torch.float32) for name in names]
+layers = [weights.linear_from_checkpoint(ckpt, [name], scheme, torch.float32) for name in names]
 print(resident("VmHWM") - before, sum(layer.weight_bytes for layer in layers))
 """
 

@@ -1,0 +1,123 @@
+"""The files of a tokenizer in a Hugging Face folder, read strictly.
+
+The problem. tokenizer.json, tokenizer_config.json, special_tokens_map.json and three places for chat templates say
+parts of the same thing, by conventions of many years, and a part that is overlooked does not crash.
+
+The idea. Each function reads one part, and names the file, the key and the value in whatever it refuses:
+
+    tokenizer.json ──► read_library ──► decoding_of      how its pieces write bytes and spaces
+    tokenizer_config.json, special_tokens_map.json ──► read_json, content_of, add_missing_tokens
+    chat_template.jinja, additional_chat_templates/, tokenizer_config.json, chat_template.json ──► read_templates
+
+Left out: GGUF vocabularies (gguf_vocab.py), tokenizer.model without tokenizer.json.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+
+def decoding_of(library: tokenizers.Tokenizer) -> tuple[bool, str, bool]:
+    """(byte-level?, the character that stands for a space, is one space at the start of a text dropped?)"""
+    steps = steps_of(library.decoder)
+    names = [step["type"] for step in steps]
+    if (
+        names == ["ByteLevel"]
+        or not names
+        and "ByteLevel" in [step["type"] for step in steps_of(library.pre_tokenizer)]
+    ):
+        return True, "", False
+    if names == ["Metaspace"]:
+        return False, steps[0]["replacement"], steps[0].get("prepend_scheme", "always") != "never"
+    if names and set(names) <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
+        spaces = [s["pattern"].get("String") for s in steps if s["type"] == "Replace" and s["content"] == " "]
+        stripped = [step for step in steps if step["type"] == "Strip"]
+        plain = all((s["content"], s["stop"]) == (" ", 0) and s["start"] <= 1 for s in stripped)
+        if len(spaces) == 1 and spaces[0] and plain:
+            return False, spaces[0], any(step["start"] for step in stripped)
+    raise ValueError(
+        f"tokenizer.json: the decoder {names or None} is not supported, only ByteLevel, Metaspace and the "
+        "SentencePiece sequence (Replace, ByteFallback, Fuse, Strip) are"
+    )
+
+
+def steps_of(component: Any) -> list[dict]:
+    """A decoder or pre-tokenizer of the library as its JSON definition, sequences flattened."""
+    if component is None:
+        return []
+    definition = json.loads(component.__getstate__())
+    return definition.get("decoders") or definition.get("pretokenizers") or [definition]
+
+
+def read_library(path: Path) -> tokenizers.Tokenizer:
+    if not path.is_file():
+        raise ValueError(
+            f"{path} is missing: a folder needs tokenizer.json (transformers converts a tokenizer.model: "
+            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder))"
+        )
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises a bare Exception for every kind of bad file
+        raise ValueError(f"{path} is not a tokenizer: {error}") from error
+
+
+def read_json(path: Path) -> dict:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, not {type(content).__name__}")
+    return content
+
+
+def content_of(token: Any, key: str) -> str:
+    """Token strings are written plain or as an object with the string in "content"."""
+    content = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(content, str):
+        raise ValueError(
+            f"tokenizer_config.json: {key} is {token!r}; it must be a token's text, or an object with a content"
+        )
+    return content
+
+
+def add_missing_tokens(library: tokenizers.Tokenizer, added: dict[str, dict]) -> None:
+    """tokenizer_config.json may list added tokens that tokenizer.json lacks; each must get the id that is written."""
+    if not isinstance(added, dict) or not all(i.isdecimal() and isinstance(token, dict) for i, token in added.items()):
+        raise ValueError("tokenizer_config.json: added_tokens_decoder must map token ids to objects with their content")
+    for token_id, token in sorted(added.items(), key=lambda item: int(item[0])):
+        content_of(token, f"added_tokens_decoder[{token_id}]")
+        if library.token_to_id(token["content"]) is None:
+            flags = {
+                key: token[key] for key in ("special", "lstrip", "rstrip", "single_word", "normalized") if key in token
+            }
+            library.add_tokens([tokenizers.AddedToken(token["content"], **flags)])
+        if library.token_to_id(token["content"]) != int(token_id):
+            raise ValueError(
+                f"tokenizer_config.json gives {token['content']!r} the id {token_id}, tokenizer.json "
+                f"{library.token_to_id(token['content'])}: the files do not belong together"
+            )
+
+
+def read_templates(folder: Path, config: dict) -> dict[str, str]:
+    """Chat templates by name. A .jinja file wins over tokenizer_config.json, that over chat_template.json."""
+    templates = config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template") or {}
+    if isinstance(templates, str):
+        templates = {"default": templates}
+    elif isinstance(templates, list) and all(isinstance(entry, dict) for entry in templates):
+        templates = {entry.get("name"): entry.get("template") for entry in templates}
+    if not isinstance(templates, dict) or not all(isinstance(text, str) for text in (*templates, *templates.values())):
+        raise ValueError(f"{folder}: chat_template must be a text, or a list of objects with a name and a template")
+    files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        files["default"] = folder / "chat_template.jinja"
+    for name, path in files.items():
+        try:
+            templates = {**templates, name: path.read_text(encoding="utf-8")}
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 ({error}): fetch it again") from None
+    return templates
