@@ -30,7 +30,6 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from sampling import SamplingParams
-from scheduler import POLICIES
 from serving.engine_thread import EngineThread, Job, Served
 from serving.guard import ApiError, EventStream, internal_error, until_left
 
@@ -115,7 +114,7 @@ class Service:
                 f"{self.limits.max_choices} answers in all; lower n, or send several requests",
                 "n" if width > 1 else "prompt",
             )
-        if priority and served.llm.scheduler.policy is not POLICIES["priority"]:
+        if priority and served.llm.options.policy != "priority":
             raise ApiError(400, f"priority={priority} needs a server started with --policy priority", "priority")
         # A grammar takes long to compile: here, so that the engine thread finds it ready. A bad one is refused.
         await self.help(served.llm.engine.guides.answer, params, prompts[0][0])

@@ -16,7 +16,7 @@ import tiny
 import engine as engine_module
 from generate import LLM
 from sampling import Sampled, score
-from serve import Server, build_app
+from serving.app import Server, build_app
 
 
 @functools.cache
