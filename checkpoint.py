@@ -20,7 +20,6 @@ and checkpoints of GPTQ, AWQ and bitsandbytes.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -32,11 +31,18 @@ from formats import gguf
 from formats.config import CheckpointError, ModelConfig
 from formats.download import REGISTRY, fetch, hub_folder
 from formats.families import ARCHITECTURES, from_gguf, from_hf, gguf_name, tensor_shapes
+from formats.folder_files import (
+    PICKLES,
+    no_config,
+    no_weights,
+    pickle_refusal,
+    read_header,
+    read_json,
+    some_of,
+)
 
 __all__ = ["Checkpoint", "CheckpointError", "ModelConfig", "fetch", "open_checkpoint", "tensor_shapes"]
 
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-QUANT_KEY = "vitrine_quant"  # metadata entry of the safetensors files that quantize.py writes
 # Computed from the config, or read from GGUF into it, and never loaded:
 LEFTOVER = re.compile(r"(^|\.)rotary_emb\.inv_freq$|attn_rot_embd\.weight$|^rope_freqs\.weight$")
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "U8": "uint8", "I8": "int8"}
@@ -55,7 +61,7 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
         return FolderCheckpoint(path)
     if path.is_file():
         if path.suffix in PICKLES:
-            raise CheckpointError(_pickle_refusal(path))
+            raise CheckpointError(pickle_refusal(path))
         if path.suffix == ".safetensors":
             raise CheckpointError(
                 f"{path} is one file of a checkpoint: name the folder {path.parent} with its config.json."
@@ -118,8 +124,8 @@ class Checkpoint:
         if missing or unknown:
             raise CheckpointError(
                 f"{where} does not hold the tensors that its config asks for."
-                + (f" Missing ({len(missing)}): {_some([self._stored(n) for n in missing])}." if missing else "")
-                + (f" Unknown ({len(unknown)}): {_some(unknown)}." if unknown else "")
+                + (f" Missing ({len(missing)}): {some_of([self._stored(n) for n in missing])}." if missing else "")
+                + (f" Unknown ({len(unknown)}): {some_of(unknown)}." if unknown else "")
                 + " The weights and the config are not of the same model, or a part of them is not here."
             )
         for name, shape in expected.items():
@@ -129,10 +135,6 @@ class Checkpoint:
                     f"{list(shape)}: the weights and the config are not of the same model."
                 )
         return {name: left[name] for name in expected}
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _quantised_names(expected: dict, shapes: dict) -> dict:
@@ -150,22 +152,22 @@ class FolderCheckpoint(Checkpoint):
 
     def __init__(self, path: Path):
         super().__init__(path)
-        settings = _read_json(path / "config.json", _no_config(path))
+        settings = read_json(path / "config.json", no_config(path))
         if (path / "generation_config.json").exists():
-            self.generation_config = _read_json(path / "generation_config.json")
+            self.generation_config = read_json(path / "generation_config.json")
         self.config = from_hf(settings, self.generation_config, str(path / "config.json"))
         files, index = self._locate()
         self._files: dict[str, Path] = {}
         shapes, dtypes = {}, {}
         for file in files:
-            header, quant = _read_header(file)
+            header, quant = read_header(file)
             self.quant = quant or self.quant
             for name, (shape, dtype) in header.items():
                 if index is None or index.get(name) == file.name:
                     self._files[name], shapes[name], dtypes[name] = file, shape, dtype
         lost = [name for name in index or () if name not in shapes]
         if lost:
-            raise CheckpointError(f"{path}: the index assigns tensors to files that lack them: {_some(lost)}.")
+            raise CheckpointError(f"{path}: the index assigns tensors to files that lack them: {some_of(lost)}.")
         self._settle_head(shapes)
         self._settle_dtype(dtypes)
         self._shapes = self._check(shapes, str(path))
@@ -177,7 +179,7 @@ class FolderCheckpoint(Checkpoint):
         """
         index = self.path / "model.safetensors.index.json"
         if index.exists():
-            table = _read_json(index).get("weight_map")
+            table = read_json(index).get("weight_map")
             if not isinstance(table, dict) or not all(isinstance(f, str) and f == Path(f).name for f in table.values()):
                 raise CheckpointError(f"{index}: weight_map must assign a file of this folder to every tensor.")
             files = [self.path / file for file in sorted(set(table.values()))]
@@ -188,7 +190,7 @@ class FolderCheckpoint(Checkpoint):
         single = self.path / "model.safetensors"
         files = [single] if single.is_file() else sorted(self.path.glob("*.safetensors"))
         if len(files) != 1:
-            raise CheckpointError(_no_weights(self.path, files))
+            raise CheckpointError(no_weights(self.path, files))
         return files, None
 
     def _settle_head(self, shapes: dict) -> None:
@@ -287,90 +289,3 @@ class GGUFCheckpoint(Checkpoint):
 
     def release(self, name: str) -> None:
         self.gguf.release(self._stored(name))
-
-
-# ---- reading files that may be anything ----
-
-
-def _read_json(path: Path, absent: str = "") -> dict:
-    if not path.is_file():
-        raise CheckpointError(absent or f"{path} is missing.")
-    raw = path.read_bytes()
-    if raw.startswith(gguf.LFS_POINTER):
-        raise CheckpointError(_lfs_refusal(path))
-    try:
-        content = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}): fetch it again.") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__} where an object was expected.")
-    return content
-
-
-def _read_header(path: Path) -> tuple[dict[str, tuple[tuple[int, ...], str]], dict | None]:
-    """({name: (shape, dtype)}, scheme of quantize.py or None) of a safetensors file, which is checked on the way."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            header = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
-            quant = (file.metadata() or {}).get(QUANT_KEY)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(_explain(path, error)) from error
-    try:
-        return header, None if quant is None else json.loads(quant)
-    except ValueError as error:
-        raise CheckpointError(f"{path}: its {QUANT_KEY} metadata is not JSON ({error}).") from error
-
-
-def _explain(path: Path, error: Exception) -> str:
-    """Why the safetensors library refused a file. Its messages name neither file nor tensor."""
-    if not path.is_file():
-        return f"{path} is not a file ({error})."
-    with open(path, "rb") as file:
-        head = file.read(64)
-        size = path.stat().st_size
-        length = int.from_bytes(head[:8], "little")
-        if head.startswith(gguf.LFS_POINTER):
-            return _lfs_refusal(path)
-        if size < 8 or length > size - 8:
-            return (
-                f"{path}: its header should have {length} bytes, but the file has {size}: truncated or not safetensors."
-            )
-        file.seek(8)
-        try:
-            table = json.loads(file.read(length))
-            ends = {
-                name: 8 + length + entry["data_offsets"][1] for name, entry in table.items() if name != "__metadata__"
-            }
-            last = max(ends, key=ends.get)
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
-            return f"{path}: its header is damaged, or it is not a safetensors file ({error}): fetch it again."
-    if ends[last] > size:
-        return (
-            f"{path} is truncated: tensor {last!r} ends at byte {ends[last]}, but the file has {size}: fetch it again."
-        )
-    return f"{path} is damaged ({error}): fetch it again."
-
-
-def _lfs_refusal(path: Path) -> str:
-    return f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull` in its repository."
-
-
-def _pickle_refusal(path: Path) -> str:
-    return (
-        f"{path} is a pickle, which can run any code when it is opened: never read here. Convert it on a machine where "
-        f"that is acceptable: transformers' AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)."
-    )
-
-
-def _no_config(path: Path) -> str:
-    files = [f.name for f in sorted(path.glob("*.gguf"))]
-    hint = f"name one of its GGUF files: {_some(files)}" if files else "is it a transformers model folder?"
-    return f"{path} has no config.json: {hint}"
-
-
-def _no_weights(path: Path, files: list[Path]) -> str:
-    if files:
-        return f"{path} holds {len(files)} safetensors files and no model.safetensors.index.json: fetch the index too."
-    pickles = [f for f in sorted(path.iterdir()) if f.suffix in PICKLES]
-    return _pickle_refusal(pickles[0]) if pickles else f"{path} holds no weights: no *.safetensors is there."

@@ -43,9 +43,10 @@ from typing import BinaryIO
 import torch
 from safetensors import SafetensorError, safe_open
 
-from checkpoint import QUANT_KEY, Checkpoint, ModelConfig, open_checkpoint
+from checkpoint import Checkpoint, ModelConfig, open_checkpoint
 from formats.command_line import as_command
 from formats.families import from_hf
+from formats.folder_files import QUANT_KEY
 from formats.layers import load_rows, scheme_for
 from quantize import VERSION, Scheme, parse_scheme
 from tokenizer import Tokenizer

@@ -18,6 +18,8 @@ from typing import Any
 
 import tokenizers
 
+from formats.folder_files import read_json
+
 
 def decoding_of(library: tokenizers.Tokenizer) -> tuple[bool, str, bool]:
     """(byte-level?, the character that stands for a space, is one space at the start of a text dropped?)"""
@@ -61,18 +63,6 @@ def read_library(path: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises a bare Exception for every kind of bad file
         raise ValueError(f"{path} is not a tokenizer: {error}") from error
-
-
-def read_json(path: Path) -> dict:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, not {type(content).__name__}")
-    return content
 
 
 def content_of(token: Any, key: str) -> str:

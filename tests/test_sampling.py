@@ -18,6 +18,7 @@ from sampling_rows import constrained, normal, shaped, state, tokens
 
 import kernels
 import sampling
+from formats import fields as fields_module
 from sampling import ParameterError, Rule, Sampled, SamplerState, SamplingParams, probabilities, sample
 from speculative import verdict
 
@@ -86,7 +87,7 @@ def cases(which: int) -> list:
 def test_every_field_has_cases_a_kind_and_a_help_text():
     fields = dataclasses.fields(SamplingParams)
     assert set(FIELDS) == {field.name for field in fields}
-    assert {field.metadata["kind"] for field in fields} == {"real", "integer", *sampling.ALLOWED}
+    assert {field.metadata["kind"] for field in fields} == {"real", "integer", *fields_module.ALLOWED}
     assert all(len(field.metadata["help"]) > 20 for field in fields)
 
 

@@ -113,9 +113,9 @@ def test_specials_come_from_the_config_or_the_map(tmp_path):
     [
         (lambda path: (path / "tokenizer.json").unlink(), "tokenizer.json"),
         (lambda path: (path / "tokenizer.json").write_text("{}"), "is not a tokenizer"),
-        (lambda path: (path / "tokenizer_config.json").write_text("{"), "is not JSON"),
-        (lambda path: (path / "tokenizer_config.json").write_text('{"a":' + "[" * 100_000), "is not JSON"),
-        (lambda path: (path / "tokenizer_config.json").write_text("[]"), "JSON object"),
+        (lambda path: (path / "tokenizer_config.json").write_text("{"), "is not valid JSON"),
+        (lambda path: (path / "tokenizer_config.json").write_text('{"a":' + "[" * 100_000), "is not valid JSON"),
+        (lambda path: (path / "tokenizer_config.json").write_text("[]"), "an object was expected"),
         (lambda path: (path / "tokenizer_config.json").write_text('{"eos_token": ["</s>"]}'), "eos_token is"),
         (lambda path: (path / "tokenizer_config.json").write_text('{"bos_token": {"a": 1}}'), "bos_token is"),
         (lambda path: (path / "tokenizer_config.json").write_text('{"chat_template": 5}'), "chat_template must be"),
