@@ -3,31 +3,21 @@
 The problem. One sequence decodes one token per step, and a step reads every weight to compute a single row. Five rows
 would cost little more, but the fifth cannot be computed before the fourth token is known.
 
-The idea. Guess it. A cheap proposer guesses k tokens; one step computes them all as if they were known, and each row
-then says what really follows. The guesses before the first wrong one stay, and the row's own token replaces that one:
-
-    known      the cat sat on |  the   mat   and            k = 3 guesses, k + 1 = 4 rows in one step
-    rows say                  v   the   mat   .    x        the row after "mat" says "." instead of "and":
-    result     the cat sat on     the   mat   .             three tokens from one step
-
-Two rules verify. The default samples each row as it would be sampled without guesses, with the uniform sample u of
-(seed, answer, position) (sampling.py); a guess is right if it equals the token that comes out. The answer is then the
-same, token by token, as without speculation. The other is `rejection_sample`, which only keeps the distribution; it
-accepts the guesses of a draft model more often, because its draws need not be coupled to those of the target.
-
-Guesses, and tokens that a grammar forces, are drafts: the last `num_draft` tokens of a sequence, which scheduler,
-layout and model compute like any others (`Drafts`). What was not computed or not right leaves no trace:
+The idea. Guess it. The last `num_draft` tokens of a sequence are a draft: guesses, or tokens that a grammar forces.
+Scheduler, layout and model compute them like any others, and each row then says what really follows:
 
     extend       ... the cat | sat  on   his  hat    a draft of four behind "cat", which is still to be computed
     trim         ... the cat | sat  on   his         the step has room for four rows: "hat" is forgotten
-    settle       ... the cat   sat  on   the         two were right; "his" goes, and so do its key and value
+    rows say                   sat   on   the  .     two guesses were right, the third row says "the"
+    settle       ... the cat   sat  on   the         three tokens from one step; "his", its key and its value are gone
 
-This file has the rules and the cheapest proposer, prompt lookup. drafting/head.py and drafting/draft_model.py propose
-with trained networks, drafting/budget.py decides how many guesses pay.
+Two rules verify. The default samples each row with the uniform sample u of (seed, answer, position) as it would be
+sampled without guesses; a guess is right if it is the token that comes out, so the answer is the same token by token.
+`rejection_sample` keeps only the distribution, and accepts the guesses of a draft model more often.
 
 Sources: Leviathan, Kalman and Matias 2023 (arXiv:2211.17192, section 2.3 and appendix A.1); Chen et al. 2023
-(arXiv:2302.01318); Daliri, Musco and Suresh 2024 (arXiv:2408.07978) for coupled draws; prompt lookup: Saxena 2023 and
-LLMA (Yang et al. 2023, arXiv:2304.04487). Left out: trees of guesses.
+(arXiv:2302.01318); Daliri, Musco and Suresh 2024 (arXiv:2408.07978) for coupled draws; prompt lookup: Saxena 2023.
+Left out: trees of guesses; guesses that are models, and how many of them pay (drafting/).
 """
 
 from __future__ import annotations

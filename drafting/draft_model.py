@@ -1,27 +1,19 @@
 """Drafts from a model: a small one that has the same vocabulary, or the first layers of the large one itself.
 
 The problem. Text that repeats nothing can only be guessed by something that knows the language: a model that is much
-cheaper than the target and often of the same opinion.
+cheaper than the target and often agrees with it.
 
-The idea. A draft model is one more engine in miniature, and to it a request of the target is one more sequence that has
-to catch up. Between two of its turns the target has accepted some guesses, replaced one and gone on; the draft keeps
-its keys and values up to where the two agree and computes the rest, in the same step as its next guess:
+The idea. To a draft model, a request of the target is one more sequence that has to catch up. It keeps its keys and
+values up to where the two agree, and computes the rest in the same step as its next guess:
 
     target     the cat sat on the mat .
     draft      the cat sat on his hat          agree on "the cat sat on": keep 4, compute "the mat ." and guess on
     round 1    compute [the mat .] of A, [x y] of B, ...        one flat run over all sequences, then one guess each
     round 2    compute the guess of A, the guess of B, ...      and so on, a guess for each sequence per round
 
-It has pages of its own (same pool and tables, fewer layers) and its own prefix cache. Who finds no page there goes
-without guesses; the target's memory is never touched.
-
-A guess is what the target would draw if it shared the draft's logits: the same sampler, penalties, mask and, most of
-all, the same uniform sample (sampling.uniform). So a copy of the target as its own draft is always right, even at
-temperature 1. With verify="rejection" guesses are drawn with samples of their own, and their distributions kept, as the
-rejection rule of speculative.py demands.
-
-    "draft:M"   any checkpoint M whose tokenizer is the target's; vocabularies may differ in padding
-    "self:k"    the first k layers of the target under its own norm and head ("logit lens"): no second set of weights
+It has a pool of pages and a prefix cache of its own. A guess is drawn with the target's sampler, mask and uniform
+sample, so a copy of the target as its own draft is always right; with verify="rejection" it is drawn independently, and
+its distribution is kept for the rejection rule.
 
 Sources: Leviathan et al. 2023 (arXiv:2211.17192, section 2.1); the self-draft: Zhang et al. 2023, Draft & Verify
 (arXiv:2309.08168), there with layers chosen by search. Left out: sharing the target's pages with the self-draft.

@@ -1,11 +1,11 @@
 """A trained draft head: a small recurrent network that goes on from where the target's last hidden state stands.
 
-The problem. A draft model reads a model's weights for every guess, keeps a cache of its own, and has to be found. But
-the target has just said nearly everything about what follows: its last hidden state, of which the next token is only
-the nearest answer, knows the one after that more often than not. What is missing is which token was drawn.
+The problem. A draft model reads a model's weights for every guess and keeps a cache of its own. But the target's last
+hidden state, from which the next token was drawn, mostly knows the one after it as well; it lacks only which token that
+was.
 
-The idea. Learn one small step: from a state and the token that was drawn from it to the next state. It is run as often
-as guesses are wanted, and every state is read by the target's own output table:
+The idea. Learn one small step, from a state and the token that was drawn from it to the next state, and read every
+state with the target's own output table, cut down to the tokens that the training text used most:
 
     target  ... "sat" ──► s0 ── head ──► "on" drawn           (a step of the target: 97 MB of weights)
     guess 1   s0, "on"  ──► s1 ── table ──► "the"             (a round of the head: 4.6 MB)
@@ -13,19 +13,11 @@ as guesses are wanted, and every state is read by the target's own output table:
 
     s' = s + down · silu_gate( from_state · norm(s) + from_token · norm(embedding of the token) )
 
-No attention, so no cache: all the engine hands over is the row of hidden states that a token was drawn from
-(`Transformer.states`, `Engine.rows`). An answer that has none, since it did not draw in the last step, goes without
-guesses. The table is cut down to the tokens that the training text used most: the whole of it would cost a third of a
-target step. The answers of a batch share a round, which on a CPU is one tape (native/tape.py).
-
-The head says how sure it is, and that is worth as much as the guess: the strength of the evidence (`Proposer`) is its
-odds, so the Speculator learns which certainty pays on this machine, and an unsure head costs one round and no row.
-A guess is a single token without a distribution, so it is verified as the n-gram proposer's are, whatever `verify`.
+No attention, so no cache. The strength of its evidence (`Proposer`) is the head's own certainty, as odds.
 
 Sources: recurrent drafting, Zhang et al. 2024 (arXiv:2403.09919, section 3.1); Hydra, Ankner et al. 2024
-(arXiv:2402.05109, section 3); MLP speculators, Wertheimer et al. 2024 (arXiv:2404.19124, section 3); the states as
-input, EAGLE, Li et al. 2024 (arXiv:2401.15077); the reduced table, FR-Spec, Zhao et al. 2025 (arXiv:2502.14856).
-Left out: trees of guesses; a recording of the round on a GPU. Training is drafting/train.py.
+(arXiv:2402.05109, section 3); the states as input, EAGLE, Li et al. 2024 (arXiv:2401.15077); the reduced table,
+FR-Spec, Zhao et al. 2025 (arXiv:2502.14856). Left out: trees of guesses; a recording of the round on a GPU.
 """
 
 from __future__ import annotations

@@ -9,18 +9,13 @@ section 3.2): start from small pieces, join the best neighbours again and again.
 
     model "gpt2"   bytes, each written as one printable character   " café" -> Ġ c a f Ã ©       merges: given, in order
     model "llama"  characters, a space is "▁", unknown ones bytes   " café" -> ▁ c a f é         merges: from the scores
+    types          1 normal   2 unknown   3 control   4 user-defined   5 unused   6 byte (3, 4: exactly one id each)
 
-SentencePiece joins, at each turn, the two neighbours whose union is the vocabulary's best-scored piece. That is the
-same as a list of merges: every way to cut a piece in two known pieces, sorted by the score of the whole.
-
-    types   1 normal   2 unknown   3 control   4 user-defined   5 unused   6 byte
-                       `-------- found in the text before anything is cut: exactly one id each
+SentencePiece's scores are the same as a list of merges: every way to cut a piece in two known pieces, sorted by the
+score of the whole.
 
 Source: ggml's GGUF specification, "Tokenizer"; the cutting expressions are those of the models' own tokenizer.json.
-Two of them differ from llama.cpp's on purpose: "qwen2" composes characters first (NFC) and "tekken" tells letters from
-marks by their Unicode class, as the models' own tokenizers do.
-Left out: unigram, WordPiece and RWKV vocabularies, and cutting rules of architectures that model.py does not have; an
-unknown name is refused.
+Left out: unigram, WordPiece and RWKV vocabularies; an unknown name is refused.
 """
 
 from collections.abc import Mapping

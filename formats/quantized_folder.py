@@ -13,17 +13,10 @@ the name of the layer, and the scheme as metadata in the file's own header:
       | 8 byte | name -> dtype, shape, where it lies in the data    | tensor lies aligned                     |
       +--------+----------------------------------------------------+-----------------------------------------+
 
-    ...mlp.up_proj.weight  ->  ...mlp.up_proj.qweight, .scales and, for int4, .mins    (quantize.py draws the bytes)
-    vitrine_quant  =  {"version": 1, "scheme": "int4", "bits": 4, "group_size": 32, "shapes": {"...up_proj": [N, K]}}
+Every size is known before the first weight is read (`Scheme.layout`), so the header goes first, and a model of any size
+needs memory for one layer. The folder takes its name at the very end: a full disk leaves nothing that looks complete.
 
-Every size is known before the first weight is read (`Scheme.layout`), so the header goes first, and each
-weight is read, quantised and written to its place by itself: a model of any size needs memory for one layer. All of it
-is written to a folder beside DIR that takes the name DIR at the very end: a full disk or Ctrl-C leaves nothing that
-looks whole.
-
-Source: the safetensors format, huggingface.co/docs/safetensors, section "Format".
-
-Left out: several files (shards) for one model, and the names and layouts that other engines use for quantised weights.
+Source: the safetensors format. Left out: shards, and the layouts that other engines use for quantised weights.
 """
 
 from __future__ import annotations

@@ -3,25 +3,19 @@
 The problem. A GPU hides memory latency only when thousands of programs run at once. A decode step offers few: one query
 token per sequence and kv head, each of which must walk a long context alone, while most of the machine idles.
 
-The idea. Cut the context, too. Every program takes a block of query rows, one kv head and one SPLIT of the keys, and
-leaves a partial result (largest score m, sum l of exp(score - m), weighted values); a second, small kernel folds the
-splits of each row from first to last:
+The idea. Cut the context, too. Every program takes a block of 16 query rows (what a matrix unit takes at least), one kv
+head and one SPLIT of the keys, and leaves a partial result (largest score m, sum l of exp(score - m), weighted values);
+a second, small kernel folds the splits of each row from first to last:
 
     grid = row blocks x kv heads x splits           keys  0 ... 511 │ 512 ... 1023 │ 1024 ... position
                                                           m, l, acc │  m, l, acc   │  m, l, acc
                                                                └──── fold ──────┴──────┘ ──► out
 
-A block holds 16 rows (tokens x heads of the group, so grouped heads share every key that is loaded), because that is
-the least that a matrix unit takes. Splits and tiles are counted from position 0: a row's additions do not depend on
-what else is in the batch. Which sequence a block belongs to is found by a binary search inside the kernel, so nothing
-has to be copied back to the host and the launch can be captured in a CUDA graph.
+Splits are counted from position 0: a row's additions do not depend on what else is in the batch. The product reads the
+packed tiles of native/packing.py, 32 inputs at a time, and opens the codes up in registers.
 
-The product reads the packed tiles of native/packing.py: 32 inputs at a time, the codes are opened up in registers,
-scaled, and given to the matrix unit. Weights cross the memory bus in their few bits; that is all that decode needs.
-
-Sources: split over the context, Flash-Decoding (Dao et al. 2023, blog); fold, Milakov and Gimelshein 2018. Left out:
-tuning per device, tensor-memory pipelines, activations in 8 bits inside the matrix unit (they are rounded before it).
-TRITON_INTERPRET=1 runs both on a CPU, which is how they are tested without a GPU.
+Sources: Flash-Decoding (Dao et al. 2023, blog); Milakov and Gimelshein 2018. Left out: tuning per device, 8-bit
+activations inside the matrix unit. TRITON_INTERPRET=1 runs both on a CPU, which is how they are tested without a GPU.
 """
 
 from __future__ import annotations
