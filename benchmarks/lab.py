@@ -106,8 +106,8 @@ class Watched:
     def computed(self, step: Step) -> None:
         self._timed(super().computed, step)
 
-    def finish(self, seq: Sequence) -> None:
-        self._timed(super().finish, seq)
+    def finish(self, seq: Sequence, keep: bool = True) -> None:
+        self._timed(super().finish, seq, keep)
 
     def _timed(self, call: Callable, *args):
         began = time.perf_counter()
