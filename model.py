@@ -59,7 +59,7 @@ class Batch:
 def padding_batch(rows: int, device: str | torch.device, max_blocks: int = 2) -> Batch:
     """Sequences of one token each that only touch block 0: for static buffers, and for measuring.
 
-    Laid out as the engine lays out a step (layout.py), or a compiled layer would be compiled once more for it: views
+    Laid out as engine.lay_out does, or a compiled layer would be compiled once more for it: views
     of one tensor, and at least two sequences, of which the second may be empty.
     """
     sequences = torch.arange(max(rows, 2) + 1, dtype=torch.int32, device=device)
