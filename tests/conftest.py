@@ -1,11 +1,15 @@
 """What every test shares: the flat modules on the path, hypothesis profiles."""
 
+import contextlib
 import os
 import sys
 from pathlib import Path
 
 import hypothesis
 import pytest
+
+with contextlib.suppress(ImportError):
+    import setuptools  # noqa: F401  (before any test imports distutils: torch's compiler needs setuptools' own copy)
 
 ROOT = Path(__file__).resolve().parent.parent
 for folder in (ROOT, ROOT / "tests"):
