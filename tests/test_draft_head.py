@@ -25,7 +25,8 @@ from drafting.head import (
     save_head,
     strength_of,
 )
-from drafting.train import Settings, head_step, main, measure, norm, train
+from drafting.measure import measure
+from drafting.train import Settings, head_step, main, norm, train
 from engine import lay_out
 from generate import LLM
 from kv_paged import KVCache
