@@ -18,6 +18,7 @@ Source: ggml's GGUF specification, "Tokenizer"; the cutting expressions are thos
 Left out: unigram, WordPiece and RWKV vocabularies; an unknown name is refused.
 """
 
+import re
 from collections.abc import Mapping
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -67,6 +68,7 @@ PRE_TOKENIZERS = {
 
 LISTS = {"tokens": str, "token_type": int, "merges": str, "scores": float}
 TEXTS = ("model", "pre")
+TEMPLATE = re.compile(r"tokenizer\.chat_template(\..*)?")  # the plural lists the names of the named ones
 
 
 def check(metadata: Mapping) -> None:
@@ -77,7 +79,7 @@ def check(metadata: Mapping) -> None:
         name = key.removeprefix("tokenizer.ggml.")
         if name in LISTS and not (isinstance(value, list) and all(type(item) is LISTS[name] for item in value)):
             wrong = f"list of {LISTS[name].__name__}"
-        elif (name in TEXTS or key.startswith("tokenizer.chat_template")) and not isinstance(value, str):
+        elif (name in TEXTS or TEMPLATE.fullmatch(key)) and not isinstance(value, str):
             wrong = "text"
         elif name.endswith("_token_id") and type(value) is not int:
             wrong = "token id"

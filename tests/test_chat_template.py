@@ -364,3 +364,40 @@ def test_metaspace_that_adds_its_space_once_does_so_on_the_shielded_path():
     tokenizer = Tokenizer(metaspace_library("first"), {}, {"default": "{{ messages[0].content }}<|im_end|>the"})
     ids = tokenizer.encode_chat([{"role": "user", "content": "the</s>"}])
     assert tokenizer.decode(ids, skip_special_tokens=False) == "the</s><|im_end|>the"
+
+
+# ---- what clients send and files hold
+
+
+@pytest.mark.parametrize("arguments", [None, "null", ""])
+def test_arguments_that_say_nothing_are_an_empty_object(arguments):
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    template = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+    assert render(template, [{"role": "assistant", "content": None, "tool_calls": [call]}]) == "{}"
+
+
+def test_content_that_is_null_is_empty_text():
+    assert render("<{{ messages[0].content }}>", [{"role": "user", "content": None}]) == "<>"
+
+
+def test_a_developer_is_the_system_to_templates_that_know_no_developer():
+    message = [{"role": "developer", "content": "x"}]
+    assert render("{{ messages[0].role }}", message) == "system"
+    assert render("{% if messages[0].role == 'developer' %}D{% endif %}", message) == "D"
+
+
+def test_a_byte_order_mark_of_the_file_is_no_part_of_the_prompt():
+    assert render("\ufeff{{ messages[0].content }}") == "hi"
+
+
+def test_every_filter_of_jinja_is_there():
+    template = "{{ [1, 2] | sum }} {{ '%s!' | format('a') }} {{ 2.5 | round }} {{ 'ab' | center(4) }}"
+    assert render(template) == "3 a! 2.0  ab "
+
+
+def test_gguf_files_with_named_templates_load():
+    named = {"tokenizer.chat_templates": ["tool_use"], "tokenizer.chat_template.tool_use": "tools"}
+    tokenizer = Tokenizer.from_gguf(gguf_metadata("gpt2") | {"tokenizer.chat_template": "plain"} | named)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    assert tokenizer.apply_chat_template(USER) == "plain"
+    assert tokenizer.apply_chat_template(USER, tools=[tool]) == "tools"
