@@ -67,7 +67,10 @@ class Engine:
         jump_forward: bool = True,
     ):
         self.runner, self.model, self.kv = runner, runner.model, runner.kv
-        self.scheduler, self.tokenizer, self.eos_token_ids, self.trace = scheduler, tokenizer, eos_token_ids, trace
+        self.scheduler, self.tokenizer, self.eos_token_ids = scheduler, tokenizer, eos_token_ids
+        self.observers: list[Callable[[Step], None]] = []  # are shown each step before it is computed
+        if trace is not None:
+            self.observers.append(lambda step: trace(step.describe()))
         self.device = self.model.norm.device
         self.seeds = random.Random(seed)  # for requests that bring none
         self.ids = itertools.count()
@@ -200,12 +203,12 @@ class Engine:
         step = self.scheduler.schedule()
         if self.drafts.drafted:
             self.drafts.trim(step, self.scheduler)
-        if self.trace:
+        for observe in self.observers[:]:
             try:
-                self.trace(step.describe())
+                observe(step)
             except Exception as error:
-                warn(f"the trace is switched off: {type(error).__name__}: {error}")
-                self.trace = None
+                warn(f"an observer of steps is switched off: {type(error).__name__}: {error}")
+                self.observers.remove(observe)
         return step
 
     def run(self, step: Step, deltas: list[Delta], planned: tuple[Batch, list[Computed]] | None = None) -> None:

@@ -3,7 +3,7 @@
 The problem. Paging, sharing, chunks and preemption are easy to say and hard to believe. A student should see a block
 change its owner. But the engine's loop is no place for pictures: a snapshot costs more than a small step.
 
-The idea. The first watcher puts a recorder around the scheduler's `schedule`, so each step leaves one short row. Ten
+The idea. The first watcher makes a recorder an observer of the engine, so each step leaves one short row. Ten
 times a second each watcher has the engine thread make a snapshot of pool and tree between two steps. With the last
 watcher the recorder is taken away again.
 
@@ -98,23 +98,18 @@ class Recorder:
     def join(self) -> int:
         """One more watcher; the number of the last step before it came."""
         self.watchers += 1
-        scheduler = self.served.llm.scheduler
         if self.watchers == 1:
-            plan = scheduler.schedule
-
-            def schedule() -> Step:
-                step = plan()
-                self.steps += 1
-                self.rows.append(step_row(step, self.steps))
-                return step
-
-            scheduler.schedule = schedule
+            self.served.llm.engine.observers.append(self.record)
         return self.steps
+
+    def record(self, step: Step) -> None:
+        self.steps += 1
+        self.rows.append(step_row(step, self.steps))
 
     def leave(self) -> None:
         self.watchers -= 1
-        if not self.watchers:
-            del self.served.llm.scheduler.schedule
+        if not self.watchers and self.record in self.served.llm.engine.observers:
+            self.served.llm.engine.observers.remove(self.record)
 
     def snapshot(self, seen: int, generated: int) -> dict:
         """The engine now, and its steps after number `seen`."""

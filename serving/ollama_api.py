@@ -96,6 +96,14 @@ class OllamaChatBody(OllamaBody):
     """POST /api/chat"""
 
     messages: Messages
+    tools: list[dict[str, Any]] | None = None
+
+    def params(self) -> SamplingParams:
+        if self.tools:
+            raise ApiError(400, "tools are not read by /api/chat: use /v1/chat/completions", "tools")
+        if any(message.get("images") for message in self.messages):
+            raise ApiError(400, "images are not read by this server", "messages")
+        return super().params()
 
 
 class OllamaWriter:

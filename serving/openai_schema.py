@@ -116,6 +116,7 @@ class JsonSchema(Body):
 class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    definition: dict[str, Any] | None = Field(None, alias="schema")  # beside json_object
 
 
 class Function(Body):
@@ -158,10 +159,12 @@ class SamplingBody(SamplingFields):
     def _schema(self) -> dict[str, Any] | None:
         """response_format as json_schema of SamplingParams."""
         form = self.response_format
+        if form is not None and form.definition is not None and form.type != "json_object":
+            raise ApiError(400, "response_format has a schema of its own only beside json_object", "response_format")
         if form is None or form.type == "text":
             return None
         if form.type == "json_object":
-            return {"type": "object"}
+            return {"type": "object"} if form.definition is None else form.definition
         if form.json_schema is None:
             raise ApiError(400, "response_format of type json_schema needs the field json_schema", "response_format")
         return form.json_schema.definition

@@ -529,12 +529,12 @@ def test_whichever_thread_runs_the_model_has_chosen_its_gpu(monkeypatch, overlap
 
 def test_neither_trace_nor_speculator_can_end_a_request(monkeypatch):
     engine = make_engine(speculate="copy")
-    engine.trace = lambda line: 1 / 0
+    engine.observers.append(lambda step: 1 / 0)
     monkeypatch.setattr(engine.speculator, "observe", lambda choice: 1 / 0)
     monkeypatch.setattr("sys.stderr", None)  # and nobody listens
     request, answer = answer_of(engine, prompts_of(5)[0], GREEDY)
     assert answer.token_ids == expected("llama", prompts_of(5)[0], GREEDY)
-    assert engine.trace is None and engine.speculator is None
+    assert not engine.observers and engine.speculator is None
     assert_all_free(engine)
 
 

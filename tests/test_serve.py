@@ -78,7 +78,7 @@ def test_sampling_parameters_reach_the_engine(server, client):
     params = dict(temperature=0.7, top_p=0.9, presence_penalty=0.5, frequency_penalty=0.25, seed=11, max_tokens=12)
     extra = dict(
         top_k=40,
-        min_p=0.01,
+        min_p=0.5,
         typical_p=0.95,
         repetition_penalty=1.1,
         min_tokens=2,
@@ -199,6 +199,10 @@ def test_structured_output(server, client):
     assert free["choices"][0]["finish_reason"] == "length" or isinstance(
         json.loads(free["choices"][0]["message"]["content"]), dict
     )
+    shaped = {"type": "json_object", "schema": schema}
+    value = json.loads(server.chat(response_format=shaped, max_tokens=100)["choices"][0]["message"]["content"])
+    assert isinstance(value["age"], int) and isinstance(value["ok"], bool)
+    assert server.chat(expect=400, response_format=shaped | {"type": "text"})["error"]["param"] == "response_format"
     assert server.complete(regex="(yes|no)!", max_tokens=9)["choices"][0]["text"] in ("yes!", "no!")
     assert server.complete(choice=["red", "green"], max_tokens=9)["choices"][0]["text"] in ("red", "green")
     nested = server.complete(grammar='root ::= "(" root ")" | "x"', max_tokens=40, logit_bias={"120": 5})["choices"][0]
@@ -311,6 +315,9 @@ def test_ollama(server):
     assert server.post("/api/generate", expect=404, model="no", prompt="x")["error"].startswith("there is no model")
     assert "temperature" in server.post("/api/generate", 400, prompt="x", options={"temperature": -1})["error"]
     assert "images" in server.post("/api/generate", 400, prompt="x", images=["aa"])["error"]
+    picture = [{"role": "user", "content": "hi", "images": ["aa"]}]
+    assert "images" in server.post("/api/chat", 400, messages=picture)["error"]
+    assert "tools" in server.post("/api/chat", 400, messages=[{"role": "user", "content": "hi"}], tools=[TOOL])["error"]
     yes = server.post("/api/generate", prompt="x", stream=False, format={"type": "boolean"}, options={"num_predict": 9})
     assert json.loads(yes["response"]) in (True, False)
 
