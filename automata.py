@@ -1,11 +1,9 @@
 """Regular expressions as automata over BYTES: a pattern becomes a table, and the past of a text one row of it.
 
-Problem. A constraint such as "a date" is about characters; a language model writes tokens, and a token is a run of
-bytes that may begin or end in the middle of a character.
-
-Idea. Parse the pattern into a tree, the tree into a non-deterministic automaton (NFA) over bytes, make each set of NFA
-states that some text leads to one state of a deterministic automaton (DFA), and merge states with the same future.
-Bytes that no state tells apart share a column of the table.
+A constraint such as "a date" is about characters; a language model writes tokens, and a token is a run of bytes that
+may begin or end in the middle of a character. So a pattern becomes a tree, the tree a non-deterministic automaton (NFA)
+over bytes, each set of NFA states that some text leads to one state of a deterministic automaton (DFA), and states with
+the same future are merged. Bytes that no state tells apart share a column of the table.
 
       a(b|é)*      NFA (~ reads nothing)        DFA table (0 = dead, 1 = start, * accepting)
                    1 -a-> 2 ~> 3 -b-> 2                a   b   C3  A9
@@ -13,12 +11,9 @@ Bytes that no state tells apart share a column of the table.
                           2 ~> end                 2*  0   2   3   0
                                                    3   0   0   0   2
 
-The automaton accepts a text exactly when `re.fullmatch(pattern, text)` does. What it cannot do is refused by name.
-
-Sources: Thompson, Regular Expression Search Algorithm (1968); Cox, Regular Expression Matching in the Wild (2010), for
-UTF-8; Rabin and Scott (1959) for the subsets; Moore (1956) for the merging.
-Left out: captures (an automaton knows whether, not where), and states built only when a text reaches them: a pattern
-whose automaton explodes, (a|b)*a(a|b){30}, is refused while it is compiled, after a fixed amount of work.
+Sources: Thompson (1968); Cox, Regular Expression Matching in the Wild (2010), for UTF-8; Rabin and Scott (1959) for the
+subsets; Moore (1956) for the merging. Left out: captures (an automaton knows whether, not where), and states built only
+when a text reaches them: a pattern whose automaton explodes, (a|b)*a(a|b){30}, is refused after a fixed amount of work.
 """
 
 from __future__ import annotations
@@ -28,8 +23,8 @@ import re
 import re._constants as code  # Python's own reader of patterns gives the tree; what follows from it is done here
 import re._parser
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,6 +32,11 @@ MAX_NFA_STATES = 120_000  # what bounded repeats may unroll to
 MAX_DFA_STATES = 60_000
 MAX_WORK = 1_000_000  # edges looked at by one subset construction
 MERGE_WORK = 10_000_000  # table cells read while equal states are merged; a table that needs more stays unmerged
+TOO_LONG = f"the pattern is too long: {{}} passes {MAX_NFA_STATES} positions; use smaller repeat bounds"
+TOO_LARGE = (
+    f"the automaton grows too large: {{}} needs more than {MAX_DFA_STATES} states or {MAX_WORK} edges; use smaller"
+    " repeat bounds or fewer alternatives"
+)
 DEAD, START = 0, 1
 
 Ranges = tuple[tuple[int, int], ...]  # code points, inclusive, sorted, disjoint
@@ -57,19 +57,16 @@ class GrammarError(ValueError):
 
 
 def compile_regex(pattern: str) -> Dfa:
-    """The automaton of the texts t with re.fullmatch(pattern, t). Raises GrammarError."""
+    """The automaton of the texts t with re.fullmatch(pattern, t). What it cannot do is refused by a GrammarError."""
     return to_dfa(parse(pattern))
 
 
 def compile_choice(choices: Iterable[str]) -> Dfa:
     """The automaton of exactly the given texts. Raises GrammarError."""
     branches = [seq(*(chars([(ord(character), ord(character))]) for character in choice)) for choice in choices]
-    if EMPTY in branches:
+    if any(branch is EMPTY for branch in branches):
         raise GrammarError("a choice holds half a surrogate pair, which UTF-8 cannot write")
     return to_dfa(alt(*branches))
-
-
-# Sets of characters, and trees of them
 
 
 def ranges_of(pairs: Iterable[tuple[int, int]]) -> Ranges:
@@ -94,25 +91,21 @@ def complement(ranges: Ranges) -> Ranges:
     return intersection(tuple(gaps), CHARACTERS)
 
 
-@dataclass(frozen=True, eq=False)
-class Chars:
+class Chars(NamedTuple):
     """One character out of a set."""
 
     ranges: Ranges
 
 
-@dataclass(frozen=True, eq=False)
-class Seq:
+class Seq(NamedTuple):
     parts: tuple
 
 
-@dataclass(frozen=True, eq=False)
-class Alt:
+class Alt(NamedTuple):
     parts: tuple
 
 
-@dataclass(frozen=True, eq=False)
-class Repeat:
+class Repeat(NamedTuple):
     """`node` from `low` to `high` times; high None = without end."""
 
     node: object
@@ -120,8 +113,8 @@ class Repeat:
     high: int | None
 
 
-EPSILON = Seq(())  # the empty text
-EMPTY = Alt(())  # no text at all. A tree that matches nothing is EMPTY itself, so every NFA state can reach the end
+# Both are compared with `is`. A tree that matches nothing is EMPTY itself, so every NFA state can reach the end.
+EPSILON, EMPTY = Seq(()), Alt(())  # the empty text, and no text at all
 
 
 def chars(pairs: Iterable[tuple[int, int]]):
@@ -146,21 +139,9 @@ def repeat(node, low: int, high: int | None = None):
         return EMPTY if low else EPSILON
     if node is EPSILON or high == 0:
         return EPSILON
-    if max(low, high or 0) > MAX_NFA_STATES:
-        raise too_long(f"a repeat of {max(low, high or 0)}")
+    if (most := max(low, high or 0)) > MAX_NFA_STATES:
+        raise GrammarError(TOO_LONG.format(f"a repeat of {most}"))
     return node if (low, high) == (1, 1) else Repeat(node, low, high)
-
-
-def too_long(what: str) -> GrammarError:
-    return GrammarError(f"the pattern is too long: {what} passes {MAX_NFA_STATES} positions; use smaller repeat bounds")
-
-
-def too_large(what: str) -> GrammarError:
-    limits = f"more than {MAX_DFA_STATES} states or {MAX_WORK} edges; use smaller repeat bounds or fewer alternatives"
-    return GrammarError(f"the automaton grows too large: {what} needs {limits}")
-
-
-# Pattern -> tree
 
 
 @lru_cache(maxsize=6)
@@ -247,9 +228,6 @@ class _Reader:
         return GrammarError(f"{self.name}: {what} is not supported; spell the alternatives out")
 
 
-# Tree -> NFA
-
-
 def utf8_sequences(low: int, high: int) -> Iterator[tuple[tuple[int, int], ...]]:
     """The characters low..high as byte-range sequences: U+0080..U+07FF is one, ([C2-DF], [80-BF])."""
     for last_of_length in (0x7F, 0x7FF, 0xFFFF):
@@ -300,7 +278,7 @@ class Nfa:
 
     def state(self, edges=(), silent=()) -> int:
         if len(self.edges) >= MAX_NFA_STATES:
-            raise too_long("the unrolled pattern")
+            raise GrammarError(TOO_LONG.format("the unrolled pattern"))
         self.edges.append(list(edges))
         self.silent.append(list(silent))
         return len(self.edges) - 1
@@ -330,9 +308,6 @@ class Nfa:
         if id(trie) not in made:
             made[id(trie)] = self.state([(low, high, self._trie(rest, after, made)) for low, high, rest in trie])
         return made[id(trie)]
-
-
-# NFA -> DFA
 
 
 class Dfa:
@@ -379,7 +354,7 @@ def _closures(nfa: Nfa) -> Callable[[int], frozenset[int]]:
                 stack += new
             work += len(seen)
             if work > MAX_WORK:
-                raise too_large("the optional parts that follow each other")
+                raise GrammarError(TOO_LARGE.format("the optional parts that follow each other"))
             known[state] = frozenset(s for s in seen if s == 0 or nfa.edges[s])
         return known[state]
 
@@ -416,7 +391,7 @@ def _subsets(nfa: Nfa, start: int) -> Dfa:
             work += len(targets)
         rows.append(row)
         if len(members) > MAX_DFA_STATES or work > MAX_WORK:
-            raise too_large("the pattern's deterministic form")
+            raise GrammarError(TOO_LARGE.format("the pattern's deterministic form"))
     byte_class = np.repeat(np.arange(len(cuts) - 1), np.diff(cuts))
     return Dfa(np.array(rows, np.int32), byte_class, np.array([0 in m for m in members]))
 

@@ -1,10 +1,8 @@
 """Structured output: a regex, a JSON schema or a grammar becomes, at every step, the set of tokens that may come next.
 
-Problem. A model asked for JSON gives JSON most of the time. The way to be certain is to take away, before each draw,
-every token after which the text could no longer be completed. A vocabulary has 50 000 tokens, a step few milliseconds.
-
-Idea. For a regular language, all that matters of the text so far is one state of an automaton (automata.py). The tokens
-form a trie; stepping the automaton over it, level by level, tells for all tokens at once where they would lead:
+A model asked for JSON gives JSON most of the time. To be certain, every token after which the text could no longer be
+completed is taken away before each draw. For a regular language, all that matters of the text so far is one state of an
+automaton (automata.py). The tokens form a trie; stepping the automaton over it tells for all of them where they lead:
 
       state 7, expecting   (true|null)          trie level 1     level 2      level 3 ...
       "t" "n" "tr" "true" "nul" "x" ...         t->8  n->9  x->dead
@@ -14,9 +12,8 @@ form a trie; stepping the automaton over it, level by level, tells for all token
 The mask depends on the state only and is kept. JSON Schema and context-free grammars need a stack instead of a state,
 and have a library for it (llguidance). Both are matchers with the same methods, and a `Guide` walks one for an answer.
 
-Jump-forward. Where only one continuation exists (`"name": "` in most schemas) nothing is sampled: the tokens of the
-forced bytes are appended and computed in one step, like a prompt. Those tokens are the ones the tokenizer itself would
-write: the run is encoded with the text before it and with several texts that may follow, and kept as far as all agree.
+Where only one continuation exists (`"name": "` in most schemas) nothing is sampled: the tokens of the forced bytes are
+appended and computed in one step, like a prompt (jump-forward).
 
 Sources: Willard and Louf, Efficient Guided Generation for Large Language Models (2023), section 3; Zheng et al., SGLang
 (2024), section 4. Left out: masks on the accelerator, and masks computed beside the model's step.
@@ -27,9 +24,11 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import os.path
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -245,14 +244,14 @@ class Guides:
         self.tokenizer, self.vocab_size, self.jump_forward = tokenizer, vocab_size, jump_forward
         self.eos_token_ids = frozenset(eos_token_ids)
         self.cache = ByteCache()
-        self._trie: TokenTrie | None = None
-        self._vocabulary: Vocabulary | None = None
 
-    @property
+    @cached_property
     def trie(self) -> TokenTrie:
-        if self._trie is None:
-            self._trie = TokenTrie.from_tokenizer(self.tokenizer, self.vocab_size)
-        return self._trie
+        return TokenTrie.from_tokenizer(self.tokenizer, self.vocab_size)
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary(self.trie, self.encode, self.eos_token_ids)
 
     def answer(self, params: SamplingParams, prompt_ids: list[int]) -> Guide | None:
         """The start of an answer with these parameters; None if they ask for no structure. Raises GrammarError."""
@@ -272,9 +271,7 @@ class Guides:
             dfa = compile_regex(source) if kind == "regex" else compile_choice(json.loads(source))
             automaton = TokenAutomaton(dfa, self.trie, self.cache)
             return AutomatonMatcher(automaton), dfa.table.nbytes + 4 * len(dfa.table) + len(source) + 4096
-        if self._vocabulary is None:
-            self._vocabulary = Vocabulary(self.trie, self.encode, self.eos_token_ids)
-        return compile_grammar(kind, source, self._vocabulary), COMPILED_BYTES + 16 * len(source)
+        return compile_grammar(kind, source, self.vocabulary), COMPILED_BYTES + 16 * len(source)
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -355,11 +352,11 @@ class Guide:
             self.mask()
 
     def _jump(self) -> list[int]:
-        """Tokens that may be appended without sampling, [] if none may.
+        """Tokens that may be appended without sampling: those that the tokenizer itself would write.
 
-        There are none where the forced bytes begin inside a character, where the tokenizer would join their beginning
-        with the text before, or where their tokens depend on what follows: then one token is drawn, and the next call
-        goes on from there.
+        The forced run is encoded with the text before it and with several texts that may follow, and kept as far as all
+        agree. Nothing is kept of a run that begins inside a character, or that the tokenizer joins with the text before
+        it: then one token is drawn, and the next call goes on from there.
         """
         forced = self.matcher.forced_bytes()
         run = forced[:MAX_RUN]
@@ -369,11 +366,11 @@ class Guide:
         cut_off = len(sure.encode()) < len(forced)
         before = self.guides.tokenizer.decode(self.tail)
         begin, end = len(before.encode()), len(before.encode()) + len(sure.encode())
-        agreed: list[int] | None = None
+        encodings = []
         for more in [""] if cut_off else self._continuations(run):
             text = before + sure + more
-            inside = self.guides.trie.within(self.guides.encode(text), text.encode(), begin, end)
-            agreed = inside if agreed is None else _common(agreed, inside)
+            encodings.append(self.guides.trie.within(self.guides.encode(text), text.encode(), begin, end))
+        agreed = os.path.commonprefix(encodings)  # of lists as of texts
         agreed = agreed[:-1] if cut_off else agreed
         return agreed if len(self.trim(agreed)) == len(agreed) else []
 
@@ -386,7 +383,3 @@ class Guide:
             further.advance(token)
             texts.append(self.guides.trie.vocab[token] + further.forced_bytes()[:8])
         return [text.decode("utf-8", errors="ignore") for text in texts]
-
-
-def _common(left: list[int], right: list[int]) -> list[int]:
-    return [a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))]
