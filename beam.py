@@ -1,11 +1,8 @@
 """Beam search: keep the B likeliest answers so far, not the likeliest next token.
 
-The problem. The greedy token of each step need not lie on the likeliest sequence: a step that looks second best can be
-the way to a better answer.
-
-The idea. Hold B partial answers. Extend each by every token, add log-probabilities, keep the B best of all B x vocab
-sums. One beam may have two candidates among them and another none, so a step is forks and ends. Paged KV makes both
-nearly free: a fork shares its past by reference and copies only the block it writes.
+The greedy token of each step need not lie on the likeliest sequence. So hold B partial answers, extend each by every
+token, add log-probabilities, and keep the B best of all B x vocab sums. One beam may have two candidates among them and
+another none, so a step is forks and ends. Paged KV makes both nearly free: a fork shares its past by reference.
 
     scores        A -1.0 ─┬─ "cat" -1.4   kept, A goes on
                           └─ "dog" -1.6   kept, a fork of A

@@ -1,9 +1,7 @@
 """Runners: the model as it is, compiled, captured.
 
-The problem. A small model's decode step is a few milliseconds of arithmetic under hundreds of operations, and each
-operation pays for Python, dispatch and launch before it computes anything.
-
-Two ideas; which one pays depends on who does the arithmetic.
+A small model's decode step is a few milliseconds of arithmetic under hundreds of operations, and each pays for Python,
+dispatch and launch before it computes anything. Which of two ideas pays depends on who does the arithmetic.
 
 1. Compile one layer, where layers consist of torch operations (dense weights). ONE decoder layer is compiled and run
    for all, since layers differ only in their weights, which are inputs of the graph. The number of rows T is a symbol,
@@ -20,7 +18,6 @@ TensorRT-LLM for graphs per batch bucket. Left out: compiling the prefill for fi
 
 from __future__ import annotations
 
-import sys
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -30,6 +27,7 @@ from types import FunctionType
 import torch
 
 import kernels
+from formats.command_line import warn
 from model import Batch, Transformer, padding_batch, run_as_it_is
 
 GPU_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -81,17 +79,17 @@ class CompiledRunner(ModelRunner):
     def compile(self, graph: torch.fx.GraphModule, example_inputs: list) -> Callable:
         self.graphs_compiled += 1
         if not self.quiet:
-            print(f"compiling decoder layer, graph {self.graphs_compiled} ...", end="", file=sys.stderr, flush=True)
+            warn(f"compiling decoder layer, graph {self.graphs_compiled} ...", end="")
         start = time.perf_counter()
         try:
             compiled = self.compile_graph(graph, example_inputs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             cause = str(error).strip().partition("\n")[0]
-            print(f"\ncompile: {cause}\ncompile: running the layer uncompiled instead", file=sys.stderr)
+            warn(f"\ncompile: {cause}\ncompile: running the layer uncompiled instead")
             return graph.forward
         self.seconds += time.perf_counter() - start
         if not self.quiet:
-            print(f" {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+            warn(f" {time.perf_counter() - start:.1f} s")
         return compiled
 
 
@@ -118,7 +116,6 @@ class CapturedRunner(ModelRunner):
         self.inner, self.capture, self.device = inner, capture, inner.model.norm.device
         self.buckets, self.max_blocks = sorted(buckets), max_blocks
         self.recorded: dict[int, tuple[Batch, torch.Tensor, torch.Tensor, Callable]] = {}
-        self.capture_s = 0.0
 
     @property
     def graphs_compiled(self) -> int:
@@ -130,7 +127,7 @@ class CapturedRunner(ModelRunner):
 
     @property
     def seconds(self) -> float:
-        return self.inner.seconds + self.capture_s
+        return self.inner.seconds
 
     def run(self, batch: Batch) -> torch.Tensor:
         """As ModelRunner.run; replayed logits and `states` are overwritten by the next replay."""
@@ -172,7 +169,7 @@ class CapturedRunner(ModelRunner):
 
         logits, replay = self.capture(run)
         self.recorded[bucket] = static, logits, states, replay
-        self.capture_s += time.perf_counter() - start
+        self.inner.seconds += time.perf_counter() - start
         return self.recorded[bucket]
 
 

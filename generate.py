@@ -7,14 +7,12 @@
 
     python generate.py --compile --quant int4 --prompt "The capital of France is"
 
-`LLM` puts the files of this repository together and nothing else. The words are vLLM's.
+`LLM` puts the files of this repository together and nothing else. The words are vLLM's. An option is one field of
+EngineConfig: the arguments of `LLM`, the flags of every command and `--help` are made from these fields.
 
     options ──► device, kernels ──► checkpoint ──► tokenizer, model ──► pages in the memory that is left ──┐
       ┌────────────────────────────────────────────────────────────────────────────────────────────────────┘
       └─► runner: eager, compiled or captured ──► scheduler ──► engine ──► steps timed, if anyone guesses
-
-An option is one field of EngineConfig. The arguments of `LLM`, the flags of every command and `--help` are made from
-these fields, and each value is checked once, before a checkpoint is opened.
 """
 
 from __future__ import annotations

@@ -1,20 +1,17 @@
 """Overlap scheduling: plan the next step while the model runs this one.
 
-The problem. Between two steps the processor that computes waits for Python: tokens are turned into text, stops are
-looked for, the next batch is chosen and laid out. On a fast accelerator that pause is a tenth of the step and more.
-
-The idea. Which sequences the next step holds, and where their keys and values go, does not depend on which tokens this
-step will draw. So the next step is planned on the assumption that every sequence goes on, with a placeholder where the
-token is not known yet: a draft of one token, which is overwritten the moment the token is drawn.
+Between two steps the processor that computes waits for Python. On a fast accelerator that pause is a tenth of the step
+and more. But which sequences the next step holds, and where their keys and values go, does not depend on which tokens
+this step will draw. So the next step is planned as if every sequence went on, with a placeholder where the token is not
+known yet: a draft of one token, which is overwritten the moment the token is drawn.
 
     model   |== step 1 ==|     |== step 2 ==|     |== step 3 ==|
     Python      plan 2    draw 1  accept 1     draw 2  accept 2
                          fill in   plan 3     fill in   plan 4
 
 A sequence that turns out to have ended in step 1 is computed once too often in step 2; that row is thrown away, and its
-blocks are given to nobody before step 3. All bookkeeping happens in the order of the steps, so every answer is the one
-it would have been. Steps whose shape depends on the tokens of this one (beams, guesses, structured answers, prompts)
-are not planned ahead.
+blocks are given to nobody before step 3. Steps whose shape depends on the tokens of this one (beams, guesses,
+structured answers, prompts) are not planned ahead.
 
 Sources: SGLang's zero-overhead batch scheduler (release note of v0.4, 2024), NanoFlow (arXiv:2408.12757, section 4).
 On a CPU the model already uses every core, so there is nothing to hide the planning behind; it is off unless asked for.

@@ -12,6 +12,7 @@ Left out: colours, and editing a conversation.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import statistics
@@ -89,10 +90,9 @@ def speculation(f: dict) -> str:
     """What guessing came to, if it was on: part of every closing line."""
     if "drafted" not in f:
         return ""
-    share = f["accepted"] / f["drafted"] if f["drafted"] else 0.0
     return (
-        f" | {f['accepted']} of {f['drafted']} guesses accepted = {share:.0%}, {f['tokens_per_step']:.2f} tokens a step"
-        f", one guess pays above {f['break_even']:.0%}"
+        f" | {f['accepted']} of {f['drafted']} guesses accepted = {f['accepted'] / (f['drafted'] or 1):.0%},"
+        f" {f['tokens_per_step']:.2f} tokens a step, one guess pays above {f['break_even']:.0%}"
     )
 
 
@@ -123,9 +123,8 @@ def run_prompt(llm, args: argparse.Namespace, params: SamplingParams) -> int:
     answers = request.output().outputs
     for answer in answers[1:] if not args.json else []:
         print(f"\n[{answer.index}] {args.prompt}{answer.text}")
-    failed = [answer.error for answer in answers if answer.error]
-    if failed:
-        warn(f"error: {failed[0]}")
+    if error := next((answer.error for answer in answers if answer.error), None):
+        warn(f"error: {error}")
         return 1
     measured = figures(llm, request)
     if args.json:
@@ -154,10 +153,10 @@ def run_file(llm, args: argparse.Namespace, params: SamplingParams, prompts: lis
     seconds = time.perf_counter() - start
     tokens = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
     if args.json:
-        answers = [
-            {"prompt": o.prompt, "outputs": [answer_dict(a) for a in o.outputs], "ttft_s": o.ttft_s} | details(o)
-            for o in outputs
-        ]
+        answers = []
+        for o in outputs:
+            result = {"prompt": o.prompt, "outputs": [answer_dict(a) for a in o.outputs], "ttft_s": o.ttft_s}
+            answers.append(result | details(o))
         print(json.dumps({"answers": answers, "seconds": seconds, "tok_s": tokens / seconds}, ensure_ascii=False))
     else:
         for output in outputs:
@@ -176,10 +175,9 @@ def run_chat(llm, args: argparse.Namespace, params: SamplingParams) -> int:
     messages = [{"role": "system", "content": args.system}] if args.system else []
     warn("An empty line or Ctrl-D ends the conversation, Ctrl-C an answer.")
     while True:
-        try:
+        text = ""
+        with contextlib.suppress(EOFError):
             text = input("> ")
-        except EOFError:
-            return 0
         if not text.strip():
             return 0
         messages.append({"role": "user", "content": text})
@@ -189,10 +187,8 @@ def run_chat(llm, args: argparse.Namespace, params: SamplingParams) -> int:
             warn(f"error: {error}")
             messages.pop()
             continue
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             stream_answer(llm, request, sys.stdout)
-        except KeyboardInterrupt:
-            pass
         print()
         messages.append({"role": "assistant", "content": request.answers[0].text})
         warn(f"[{len(request.prompt_ids)} prompt tokens, {request.num_cached_tokens} of them cached]")
