@@ -116,17 +116,28 @@ def test_options_that_cannot_be_ordered_or_looked_up_harm_nobody(folder, option)
     assert [other.answers[0].finish_reason for other in others] == ["length", "length"]
 
 
-@pytest.mark.parametrize("threads", [0, -1, 1025, 10**9])
-def test_threads_that_cannot_be_started_are_refused_before_a_model_is_loaded(threads):
-    with pytest.raises(ValueError, match=f"threads={threads}: must be from 1 to 1024"):
-        LLM("no/such/model", threads=threads)
+UNKNOWN = {"dtype": "int3", "device": "quantum", "prefix_cache": "tree", "policy": "best", "kernels": "fast"}
+UNKNOWN |= {"activations": "int4", "preemption": "drop", "batching": "none", "reserve": "all", "verify": "no"}
+LIMITS = ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "num_speculative_tokens")
 
 
-@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens"])
-def test_bad_limits_are_named_before_a_model_is_loaded(name):
-    for value in (0, -5):
-        with pytest.raises(ValueError, match=f"{name}={value}: must be at least 1"):
-            LLM("no/such/model", **{name: value})
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        *((name, value, "is not known; (choose one of|use) .") for name, value in UNKNOWN.items()),
+        *((name, value, "must be at least 1") for name in LIMITS for value in (0, -5)),
+        *(("threads", value, "must be from 1 to 1024") for value in (0, -1, 1025, 10**9)),
+    ],
+)
+def test_bad_options_are_named_before_a_model_is_loaded(name, value, allowed):
+    with pytest.raises(ValueError, match=f"{name}={value!r}:? {allowed}"):
+        LLM("no/such/model", **{name: value})
+
+
+def test_options_that_a_model_cannot_have_are_named(folder):
+    for name, value in (("quant", "int5"), ("max_model_len", 1_000_000)):
+        with pytest.raises(ValueError, match=rf"{name}.*{value}|{value}.*{name}"):
+            LLM(folder, kernels="reference", num_blocks=20, **{name: value})
 
 
 def test_a_model_whose_first_step_fails_is_not_taken_for_ready(folder, monkeypatch):
