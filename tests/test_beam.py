@@ -1,6 +1,5 @@
 """Beam search over forks equals a beam search that recomputes everything with naive.py."""
 
-import dataclasses
 import math
 
 import hypothesis
@@ -9,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sampling_rows import normal
-from test_engine import CONTEXT, assert_all_free, make_engine, prompts_of, run, world
+from test_engine import CONTEXT, assert_all_free, drain, make_engine, prompts_of, run, world
 
 import naive
 from beam import beam_step
@@ -61,18 +60,10 @@ def test_beams_equal_the_naive_search(data):
         assert [answer.token_ids for answer in output.outputs] == [tokens for _, tokens in truth]
 
 
-def test_one_beam_is_greedy():
-    (prompt,) = prompts_of(9)
-    beam = SamplingParams(beam_width=1, temperature=0, max_tokens=6, ignore_eos=True)
-    greedy = dataclasses.replace(beam, beam_width=None)
-    a, b = run(make_engine(), [(prompt, beam), (prompt, greedy)])
-    assert a.outputs[0].token_ids == b.outputs[0].token_ids and a.outputs[0].text == b.outputs[0].text
-
-
 @pytest.mark.parametrize("preemption", ("recompute", "swap"))
 @pytest.mark.parametrize("tight", ({"max_num_seqs": 4}, {"max_num_seqs": 5, "num_blocks": 24}, {"num_blocks": 21}))
 def test_searches_that_wait_for_each_other_go_on(tight, preemption):
-    """Beams of one search hold seats and blocks that beams of another need: the older search gets them."""
+    """Beams of one search hold batch slots and blocks that beams of another need: the older search gets them."""
     params = SamplingParams(beam_width=4, n=4, temperature=0, max_tokens=10, ignore_eos=True)
     prompts = prompts_of(9, 10, 5)
     outputs = run(make_engine(preemption=preemption, prefix_cache="none", **tight), [(p, params) for p in prompts])
@@ -88,8 +79,7 @@ def test_beams_beside_other_requests_and_aborted():
     for _ in range(6):
         engine.step()
     engine.abort(first)
-    while engine.has_work:
-        engine.step()
+    drain(engine)
     assert all(choice.finish_reason == "abort" for choice in first.answers)
     output = second.output()
     assert len(output.outputs) == 2 and all(len(a.logprobs) == 10 for a in output.outputs)
@@ -108,14 +98,9 @@ def test_searches_that_cannot_run_side_by_side_are_refused():
 
 def test_a_search_for_nothing_has_as_many_answers_as_it_was_asked_for():
     engine = make_engine(max_num_seqs=4, num_blocks=40)
-    request = engine.add([5, 6, 7], SamplingParams(beam_width=3, n=2, temperature=0, max_tokens=0))
-    while engine.has_work:
-        engine.step()
-    assert [(a.index, a.token_ids, a.finish_reason) for a in request.output().outputs] == [
-        (0, [], "length"),
-        (1, [], "length"),
-    ]
-    assert_all_free(engine)
+    (output,) = run(engine, [([5, 6, 7], SamplingParams(beam_width=3, n=2, temperature=0, max_tokens=0))])
+    answers = [(a.index, a.token_ids, a.finish_reason) for a in output.outputs]
+    assert answers == [(0, [], "length"), (1, [], "length")]
 
 
 @given(st.integers(1, 5), st.integers(1, 12), st.integers(1, 12), st.integers(0, 1000), st.booleans())

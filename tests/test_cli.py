@@ -1,5 +1,6 @@
-"""The command line: what it prints where, how it ends, and that it accepts exactly what the library accepts."""
+"""The command line: what it prints where, how it ends, which flags were given, and that it takes what LLM takes."""
 
+import argparse
 import dataclasses
 import io
 import json
@@ -13,6 +14,7 @@ import pytest
 import tiny
 
 import generate
+from formats.command_line import as_command, given, refuse_unused
 from generate import EngineConfig
 from sampling import SamplingParams
 
@@ -36,22 +38,18 @@ def test_every_argument_of_the_library_is_a_flag():
     assert {name: args[name] for name in defaults} == defaults
 
 
-def test_json_is_one_object_on_stdout(folder, capsys):
-    assert call(folder, "--prompt", "the cat", "--max-tokens", "5", "--ignore-eos", "--json") == 0
+def test_stdout_holds_the_text_or_one_json_object_and_stderr_the_rest(folder, capsys):
+    asked = ["--prompt", "the cat", "--max-tokens", "5", "--ignore-eos"]
+    assert call(folder, *asked, "--json") == 0
     out, err = capsys.readouterr()
     result = json.loads(out)
     assert len(result["token_ids"]) == 5 and result["finish_reason"] == "length"
     assert result["prompt_tokens"] > 0 and result["ttft_s"] > 0 and 0 < result["floor_share"]
     kv = 2 * 2 * 2 * 16 * 4 * (result["prompt_tokens"] + 5)  # K and V x layers x kv_heads x head_dim x float32
     assert result["kv_bytes"] == kv and "KV pool" in err
-
-
-def test_text_streams_to_stdout_and_figures_to_stderr(folder, capsys):
-    assert call(folder, "--prompt", "the cat", "--max-tokens", "5", "--ignore-eos", "--json") == 0
-    text = json.loads(capsys.readouterr().out)["text"]
-    assert call(folder, "--prompt", "the cat", "--max-tokens", "5", "--ignore-eos") == 0
+    assert call(folder, *asked) == 0
     out, err = capsys.readouterr()
-    assert out == f"the cat{text}\n" and "TTFT" in err and "of the floor" in err
+    assert out == f"the cat{result['text']}\n" and "TTFT" in err and "of the floor" in err
 
 
 def test_prompts_file_answers_in_order(folder, tmp_path, capsys):
@@ -73,59 +71,13 @@ def test_chat_keeps_its_prefix(folder, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
+        (["--model", "/no/such/model"], "/no/such/model"),
         (["--temperature", "-1"], "temperature"),
-        (["--top-p", "0"], "top_p"),
-        (["--dtype", "int3"], "dtype"),
         (["--prompts-file", "/no/such/file"], "/no/such/file"),
+        (["--prompts-file", ""], "No such file"),
         (["--prompt", ""], "empty"),
         (["--logit-bias", '{"99999": 1}'], "logit_bias"),
         (["--quant", "int5"], "int5"),
-    ],
-)
-def test_bad_input_is_one_clear_line(folder, capsys, arguments, named):
-    assert call(folder, *arguments) == 2
-    err = capsys.readouterr().err
-    assert named in err and "Traceback" not in err and err.strip().splitlines()[-1].startswith("error: ")
-
-
-def test_unknown_model_says_what_is_known(capsys):
-    assert generate.main(["--model", "/no/such/model"]) == 2
-    assert "/no/such/model" in capsys.readouterr().err
-
-
-def test_ctrl_c_ends_cleanly(folder):
-    command = [sys.executable, str(ROOT / "generate.py"), "--model", folder, *FAST]
-    command += ["--prompt", "the cat", "--max-tokens", "400", "--ignore-eos", "--trace"]
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "pipesize": 4096}  # too small for the whole trace
-
-    def listen():  # tests that run in the background hand down an ear that is shut
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    process = subprocess.Popen(command, text=True, env=environment, preexec_fn=listen, **pipes)
-    assert process.stdout.read(8)  # it is answering now
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and "interrupted" in err and "Traceback" not in err
-
-
-@pytest.mark.parametrize(
-    "arguments, named",
-    [
-        (["--logit-bias", "{"], "Expecting property name"),
-        (["--kv-memory", "much"], "such as 512M or 2G"),
-    ],
-)
-def test_a_flag_that_cannot_be_read_says_why(folder, capsys, arguments, named):
-    with pytest.raises(SystemExit) as end:
-        call(folder, *arguments)
-    assert end.value.code == 2 and named in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "arguments, named",
-    [
-        (["--prompts-file", ""], "No such file"),
         (["--speculate", ""], "speculate=''"),
         (["--kv-memory", "1M"], "both size the pool"),  # FAST gives num_blocks
         (["--device", "mps"], "device='mps'"),
@@ -137,9 +89,40 @@ def test_a_flag_that_cannot_be_read_says_why(folder, capsys, arguments, named):
         (["--chat", "--n", "2"], "--n would change nothing here"),
     ],
 )
-def test_no_flag_is_accepted_and_ignored(folder, capsys, arguments, named):
+def test_bad_or_unused_input_is_one_clear_line(folder, capsys, arguments, named):
     assert call(folder, *arguments) == 2
-    assert named in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert named in err and "Traceback" not in err and err.strip().splitlines()[-1].startswith("error: ")
+
+
+def answering(folder: str, *flags: str, **options) -> subprocess.Popen:
+    command = [sys.executable, str(ROOT / "generate.py"), "--model", folder, *FAST, "--max-tokens", "400"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([*command, "--ignore-eos", *flags], text=True, **pipes, **options)
+
+
+def test_ctrl_c_ends_cleanly(folder):
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+
+    def listen():  # tests that run in the background hand down a signal that is ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    # Pipes that are too small for the whole trace keep it from ending by itself.
+    process = answering(folder, "--trace", env=environment, preexec_fn=listen, pipesize=4096)
+    assert process.stdout.read(8)  # it is answering now
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "interrupted" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [(["--logit-bias", "{"], "Expecting property name"), (["--kv-memory", "much"], "such as 512M or 2G")],
+)
+def test_a_flag_that_cannot_be_read_says_why(folder, capsys, arguments, named):
+    with pytest.raises(SystemExit) as end:
+        call(folder, *arguments)
+    assert end.value.code == 2 and named in capsys.readouterr().err
 
 
 def test_a_prompts_file_of_another_encoding_is_named(folder, tmp_path, capsys):
@@ -180,11 +163,64 @@ def test_best_of_shows_the_best_and_not_the_first(folder, capsys):
 
 
 def test_a_reader_that_leaves_gets_no_traceback(folder):
-    command = [sys.executable, str(ROOT / "generate.py"), "--model", folder]
-    program = [*command, *FAST, "--max-tokens", "400", "--ignore-eos"]
-    child = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    child = answering(folder)
     child.stdout.read(1)
     child.stdout.close()
     err = child.stderr.read()
-    assert child.wait() == 1 and b"Error" not in err and b"error" not in err
+    assert child.wait() == 1 and "Error" not in err and "error" not in err
     child.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ValueError("n=0: at least 1"), 2, "error: n=0: at least 1\n"),
+        (FileNotFoundError(2, "No such file", "x"), 2, "error: [Errno 2] No such file: 'x'\n"),
+        (KeyboardInterrupt(), 130, "\ninterrupted\n"),
+        (TypeError(), None, ""),  # a bug keeps its traceback
+    ],
+)
+def test_a_command_ends_with_a_line_and_a_code(error, code, said, capsys):
+    @as_command
+    def main(argv):
+        raise error
+
+    if code is None:
+        pytest.raises(TypeError, main)
+    else:
+        assert main() == code
+    assert capsys.readouterr() == ("", said)
+    assert as_command(len)(["a", "b"]) == 2
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--peer", action="append")
+    parser.add_argument("--names", nargs="+", default=["a"])
+    parser.add_argument("--chunked", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--json", action="store_true")
+    parser.set_defaults(command="serve")
+    return parser
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ([], set()),
+        (["--turns", "4"], {"turns"}),  # its default, and yet it was asked for
+        (["--turn=9", "--other", "x"], {"turns"}),
+        (["--peer", "a", "--peer", "b", "--names", "a"], {"peer", "names"}),
+        (["--chunked", "--json"], {"chunked", "json"}),
+        (["--no-chunked"], {"chunked"}),
+    ],
+)
+def test_given_is_what_the_words_set(words, names):
+    args, _ = parser().parse_known_args(words)
+    assert given(parser(), words, args) == names
+
+
+def test_flags_without_effect_are_refused_by_name():
+    refuse_unused({"turns"}, (["turns", "shared"], True, "-"), (["rate"], False, "-"), ([], False, "-"))
+    with pytest.raises(ValueError, match="^--max-turns, --shared would change nothing here: leave them out$"):
+        refuse_unused({"shared", "max_turns", "rate"}, (["shared", "max_turns"], None, "leave them out"))

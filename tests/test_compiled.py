@@ -19,6 +19,20 @@ def folder(tmp_path_factory):
     return tiny.hf_folder(tmp_path_factory.mktemp("m") / "m", "llama")
 
 
+@pytest.fixture
+def native():
+    if kernels.set_backend("native") != "native":
+        pytest.skip("needs a C++ compiler")
+    yield
+    kernels.set_backend("reference")
+
+
+def replaying(run):
+    """Stands in for a CUDA graph: the same static buffers, computed anew."""
+    output = run()
+    return output, lambda: output.copy_(run())
+
+
 def prompts(lengths) -> list[list[int]]:
     return [[3 + (7 * n + i) % 300 for i in range(n)] for n in lengths]
 
@@ -35,6 +49,12 @@ def test_two_graphs_serve_every_prompt_length_batch_and_context(folder, quant):
     plain = [answers(llm, batch) for batch in work]
     compiler = llm.engine.runner = CompiledRunner(llm.model, llm.kv, "eager", quiet=True)
     llm.scheduler.drop_cache()
+    for prompt in prompts([1, 3]):
+        answers(llm, [prompt])
+    with torch.inference_mode():
+        for rows in (1, 2, 5):  # as when the cost of steps is measured
+            assert len(compiler.run(padding_batch(rows, "cpu"))) == rows
+    assert compiler.graphs_compiled == 2
     assert [answers(llm, batch) for batch in work] == plain
     assert answers(llm, prompts([60]))[0] and compiler.graphs_compiled == 2
     long = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
@@ -53,36 +73,21 @@ def test_inductor_compiles_one_layer_for_all(tmp_path):
 
 
 @pytest.mark.parametrize("quant", ("int4", "int8"))
-def test_captured_steps_answer_as_eager_ones(folder, quant):
+def test_captured_steps_answer_as_eager_ones(folder, native, quant):
     """A tape replays the native kernels of a decode step; every batch size is recorded once."""
-    if kernels.set_backend("native") != "native":
-        pytest.skip("needs a C++ compiler")
     plain = LLM(str(folder), quant=quant, num_blocks=100)
     captured = LLM(str(folder), quant=quant, num_blocks=100, compile=True, max_num_seqs=4)
     work = prompts([9, 4, 17, 6, 2, 30])
     assert answers(captured, work) == answers(plain, work)
     assert answers(captured, work) == answers(plain, work)  # now with cached prefixes, on recorded steps
     assert captured.stats()["steps_captured"] == 4 and captured.stats()["graphs_compiled"] == 0
-    kernels.set_backend("reference")
 
 
 def test_padding_rows_of_a_bucket_touch_only_block_0(folder):
-    kernels.set_backend("reference")
     llm = LLM(str(folder), kernels="reference", num_blocks=20, block_size=4)
-    calls = []
-
-    def replaying(run):  # stands in for a CUDA graph: the same static buffers, computed anew
-        output = run()
-
-        def replay():
-            calls.append(len(output))
-            output.copy_(run())
-
-        return output, replay
-
     reference = answers(llm, prompts([5, 9, 3]))
     llm.scheduler.drop_cache()
-    llm.engine.runner = CapturedRunner(llm.runner, [1, 2, 8], llm.max_model_len // 4, replaying)
+    runner = llm.engine.runner = CapturedRunner(llm.runner, [1, 2, 8], llm.max_model_len // 4, replaying)
     requests = [llm.add(prompt, GREEDY) for prompt in prompts([5, 9, 3])]
     llm.engine.step()  # all prompts; every later step is three rows in a bucket of eight
     used = {block for request in requests for block in request.seq.block_table}
@@ -95,16 +100,11 @@ def test_padding_rows_of_a_bucket_touch_only_block_0(folder):
     while llm.engine.has_work:
         llm.engine.step()
     assert [request.answers[0].token_ids for request in requests] == reference
-    assert set(calls) == {8}
+    assert list(runner.recorded) == [8]
 
 
 def test_padding_rows_do_not_keep_the_slots_of_an_earlier_batch(folder):
     llm = LLM(str(folder), kernels="reference", num_blocks=20, block_size=4)
-
-    def replaying(run):
-        output = run()
-        return output, lambda: output.copy_(run())
-
     runner = CapturedRunner(llm.runner, [4], 8, replaying)
 
     def run(*slots):
@@ -131,26 +131,11 @@ def test_a_batch_beyond_the_last_bucket_is_computed_as_always(folder):
     assert answers(llm, prompts([5, 9, 3])) == plain
 
 
-def test_a_tape_refuses_what_it_could_not_replay(folder):
-    if kernels.set_backend("native") != "native":
-        pytest.skip("needs a C++ compiler")
+def test_a_tape_refuses_what_it_could_not_replay(folder, native):
     llm = LLM(str(folder), num_blocks=20)  # dense weights: their products are torch's own
     kv = KVCache(2, 4, 16, 2, 16, torch.float32)
     with pytest.raises(ValueError, match="cannot be part of a tape"):
         CapturedRunner(ModelRunner(llm.model, kv), [1], 4, tape_capture).record(1)
-    kernels.set_backend("reference")
-
-
-def test_measuring_what_steps_cost_compiles_nothing_more(folder):
-    llm = LLM(str(folder), kernels="reference", num_blocks=40)
-    compiler = llm.engine.runner = CompiledRunner(llm.model, llm.kv, "eager", quiet=True)
-    for prompt in prompts([1, 3]):
-        answers(llm, [prompt])
-    assert compiler.graphs_compiled == 2
-    with torch.inference_mode():
-        for rows in (1, 2, 5):
-            assert len(compiler.run(padding_batch(rows, "cpu"))) == rows
-    assert compiler.graphs_compiled == 2
 
 
 def test_steps_are_captured_on_a_gpu_only_where_no_kernel_waits_for_it(folder, monkeypatch):

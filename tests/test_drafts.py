@@ -82,31 +82,22 @@ def test_a_draft_leaves_room_for_the_token_of_its_last_row(max_tokens, carried):
     assert answer.seq.tokens == [THE, CAT, SAT, ON, HIS][: 2 + carried]
 
 
-def test_who_is_not_in_the_step_carries_nothing():
+def test_a_sequence_that_is_not_in_the_step_carries_nothing():
     drafts, scheduler, answer = decoding(Guesser(SAT, ON))
     drafts.extend(scheduler.running)
     drafts.trim(SimpleNamespace(entries=[]), scheduler)
     assert answer.seq.tokens == [THE, CAT] and answer.seq.num_draft == answer.num_guessed == 0
 
 
-def test_forced_tokens_are_carried_once_known_and_read_only_to_be_scored():
-    drafts, scheduler, answer = decoding(None, forced=(SAT, ON))
-    drafts.extend(scheduler.running)
-    assert drafts.drafted == [], "it is not known yet that this one has any"
+def test_forced_tokens_are_carried_instead_of_guesses_and_read_only_to_be_scored():
+    guesser = Guesser(HIS, HAT)
+    drafts, scheduler, answer = decoding(guesser, forced=(SAT, ON))
     drafts.jumping.add(answer)
-    assert compute(drafts, scheduler) == [answer]
+    assert compute(drafts, scheduler) == [answer] and not guesser.rooms
     assert answer.seq.tokens == [THE, CAT, SAT, ON] and answer.seq.num_draft == 2 and answer.num_guessed == 0
     assert answer.rows_read() == 0
     answer.request.params.scored = True
     assert answer.rows_read() == 2
-
-
-def test_forced_tokens_are_carried_instead_of_guesses():
-    guesser = Guesser(HIS, HAT)
-    drafts, scheduler, answer = decoding(guesser, forced=(SAT, ON))
-    drafts.jumping.add(answer)
-    drafts.extend(scheduler.running)
-    assert answer.seq.tokens == [THE, CAT, SAT, ON] and answer.num_guessed == 0 and not guesser.rooms
 
 
 @pytest.mark.parametrize("broken", ["propose", "observe"])
