@@ -21,7 +21,7 @@ from grammar_walks import (
     toy_guides,
 )
 from hypothesis import given, settings
-from test_engine import assert_all_free, expected, make_engine, prompts_of, run, world
+from test_engine import assert_all_free, drain, expected, make_engine, prompts_of, run, world
 
 from automata import START, Dfa, GrammarError
 from sampling import SamplingParams
@@ -68,20 +68,13 @@ def test_masks_equal_brute_force_on_the_default_vocabulary(smollm2):
     assert guide.trim([*ids, *tokenizer.eos_token_ids]) == [*ids, *tokenizer.eos_token_ids]
 
 
-# Two engines, one language
-
-
-def both(pattern: str, guides=PIECE_GUIDES):
-    rust = re.sub(r"\{,(\d)", r"{0,\1", pattern)  # Rust reads {,2} as text
-    rust = rust.replace("\\\n", "\n").replace("\n", "\\n")  # and a Lark expression is one line
-    return guide_for(guides, regex=pattern), guide_for(guides, grammar="start: /" + rust.replace("/", r"\/") + "/")
-
-
 @settings(max_examples=120, deadline=None)
 @given(patterns.filter(lambda p: not re.search(r"\\[wWsS]", p)), st.randoms(use_true_random=False))
 def test_both_engines_have_the_same_masks_at_each_step(pattern, rng):
     """Unicode's tables of letters and blanks differ from Python's; where bytes are forced the library allows less."""
-    own, library = both(pattern)
+    rust = re.sub(r"\{,(\d)", r"{0,\1", pattern)  # Rust reads {,2} as text
+    rust = rust.replace("\\\n", "\n").replace("\n", "\\n").replace("/", r"\/")  # a Lark expression is one line
+    own, library = guide_for(PIECE_GUIDES, regex=pattern), guide_for(PIECE_GUIDES, grammar=f"start: /{rust}/")
     for _ in range(12):
         assert own.matcher.may_end == library.matcher.may_end and own.is_complete == library.is_complete
         mine, theirs = own.mask(), library.mask()
@@ -95,19 +88,6 @@ def test_both_engines_have_the_same_masks_at_each_step(pattern, rng):
         token = rng.choice(choices)
         own.commit(token), library.commit(token)
     assert own.matcher.forced_bytes() == library.matcher.forced_bytes()
-
-
-@settings(max_examples=80, deadline=None)
-@given(patterns.filter(lambda p: not re.search(r"\\[wWsS]", p)), st.data())
-def test_both_engines_accept_the_same_texts(pattern, data):
-    own, library = both(pattern, BYTE_GUIDES)
-    for text in (data.draw(st.from_regex(pattern, fullmatch=True)), data.draw(st.text("abcé😀01-_ ", max_size=6))):
-        if not any(0xD800 <= ord(c) <= 0xDFFF for c in text):
-            ids = [byte + 1 for byte in text.encode()] + [EOS]
-            assert own.trim(ids) == library.trim(ids), (pattern, text)
-
-
-# Tokens
 
 
 def test_characters_of_several_byte_tokens_are_produced():
@@ -140,10 +120,11 @@ def test_completeness_counts_tokens_and_not_bytes(pattern, complete):
         assert guide.mask().tolist() == [True, False, False]
 
 
-@pytest.mark.parametrize("shape", [{"regex": '\\{"a": "[^"]*"\\}'}, {"json_schema": {"required": ["a"]}}])
+CLOSED = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize("shape", [{"regex": '\\{"a": "[^"]*"\\}'}, {"json_schema": CLOSED}])
 def test_end_of_sequence_only_where_the_text_may_end(shape):
-    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "additionalProperties": False}
-    shape = {kind: schema | what if kind == "json_schema" else what for kind, what in shape.items()}
     vocab = BYTES + [b"</s>"]  # a second end id whose text must not count
     guide = guide_for(toy_guides(vocab, [EOS, 257]), **shape)
     for byte in b'{"a": "x</s>y"}':
@@ -177,9 +158,6 @@ def test_logits_wider_or_narrower_than_the_vocabulary_and_special_tokens_are_mas
             assert guide_for(toy_guides([b"", b"a", b"b"], size=size), **shape).mask().tolist() == mask
 
 
-# The cache
-
-
 def test_compiled_once_while_in_use():
     guides = toy_guides(PIECES)
     for kind, source in (("regex", "a+"), ("choice", '["a+"]'), ("json_schema", '{"const": 1}')):
@@ -201,8 +179,6 @@ def test_hundreds_of_distinct_constraints_stay_within_the_budget():
     masks = [key for key in cache._entries if isinstance(key[0], int)]
     assert masks and len(masks) < len(cache._entries)  # masks and compiled constraints share it
 
-
-# Jump-forward
 
 JUMP_VOCAB = BYTES + [b"name", b'{"', b'": ', b'": "', b' "', b'",', b"age", b" a", b"ab"]
 JUMPS, ID = toy_guides(JUMP_VOCAB, jump=True), {piece: i for i, piece in enumerate(JUMP_VOCAB)}
@@ -232,23 +208,11 @@ def test_jumps_leave_out_what_may_merge_and_never_begin_or_end_inside_a_characte
     def after(text: str, pattern: str, guides=JUMPS) -> list[bytes]:
         return forced_after(text, guides, **{kind: pattern if kind == "regex" else f"start: /{pattern}/"})
 
-    assert after("", "namea(b|c)") == [b"name"] and after("", "namea") == [b"name", b"a"]
+    assert after("", "namea(b|c)") == after("", "namea(A|b)") == [b"name"] and after("", "namea") == [b"name", b"a"]
     assert after('x"', 'x",,(b|c)') == [] and after('x",', 'x",,(b|c)') == [b","]
     assert b"".join(after("", "é[😀-🙏]x")) in ("é".encode(), "é".encode()[:1])
     blanks = toy_guides(JUMP_VOCAB, jump=True, blank=True)  # a tokenizer that puts a blank in front of every text
     assert after("", "name", blanks) == after("n", "nname", blanks) == [b"name"]
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from(["name", "age", "x"]), min_size=1, max_size=3, unique=True), st.randoms())
-def test_walks_with_jumps_give_valid_json(names, rng):
-    schema = {"type": "object", "properties": {n: {"type": "integer"} for n in names}, "required": names}
-    guide, written = guide_for(JUMPS, json_schema=schema | {"additionalProperties": False}), b""
-    while not guide.is_complete:
-        token = guide.forced[0] if guide.forced else rng.choice(guide.mask().nonzero().flatten().tolist())
-        written += JUMP_VOCAB[token]
-        guide.commit(token)
-    assert list(json.loads(written)) == names
 
 
 def test_long_forced_runs_are_appended_in_parts():
@@ -267,8 +231,6 @@ def test_a_run_that_is_cut_off_leaves_out_its_last_token(monkeypatch):
         assert forced_after("", **shape) == [b"ab"]  # of "aba"; what follows the last a is written with it
 
 
-# Whole answers
-
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 4}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -286,11 +248,9 @@ def answers_to(requests, **switches) -> list:
 @pytest.mark.parametrize("jump", (True, False))
 @pytest.mark.parametrize("switches", ({}, {"block_size": 2, "num_blocks": 33, "preemption": "swap"}))
 def test_every_finished_answer_is_valid(jump, switches):
-    prompts = prompts_of(3, 4, 5)
-    requests = [(p, dataclasses.replace(DRAWN, n=2, json_schema=SCHEMA, seed=i)) for i, p in enumerate(prompts)]
-    requests += [(p, dataclasses.replace(DRAWN, regex=r"(\d{1,3}\.){3}\d{1,3}", logprobs=1)) for p in prompts]
-    requests += [(p, dataclasses.replace(DRAWN, choice=["yes", "yes, sir", "no"], temperature=0)) for p in prompts]
-    requests += [(p, dataclasses.replace(DRAWN, grammar='root ::= "(" root ")" | [a-c]')) for p in prompts]
+    shapes = [{"n": 2, "json_schema": SCHEMA}, {"regex": r"(\d{1,3}\.){3}\d{1,3}", "logprobs": 1}]
+    shapes += [{"choice": ["yes", "yes, sir", "no"], "temperature": 0}, {"grammar": 'root ::= "(" root ")" | [a-c]'}]
+    requests = [(p, dataclasses.replace(DRAWN, **shape)) for shape in shapes for p in prompts_of(3, 4, 5)]
     engine = make_engine(jump_forward=jump, **switches)
     outputs = run(engine, requests)
     if switches:
@@ -348,34 +308,14 @@ def test_forced_tokens_stop_at_max_tokens_and_at_stop_strings():
     assert answer.text == "once upon a " and answer.stop_reason == "time"
 
 
-@pytest.mark.parametrize("budget", (1, 2, 3))
-def test_forced_runs_longer_than_the_token_budget(budget):
-    params = SamplingParams(temperature=0, max_tokens=40, regex="once upon a time there was (a|the) engine that served")
-    requests = [(p, params) for p in prompts_of(4, 6)]
-    for (prompt, _), answer in zip(requests, answers_to(requests, max_num_batched_tokens=budget), strict=True):
-        assert answer.token_ids == expected("llama", prompt, params) and re.fullmatch(params.regex, answer.text)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    (
-        {"regex": "("},
-        {"regex": "(?=a)b"},
-        {"regex": "a{1000000}"},
-        {"json_schema": {"type": "foo"}},
-        {"json_schema": {"type": "string", "pattern": "("}},
-        {"json_schema": {"unevaluatedItems": False}},
-        {"grammar": "start: nothing"},
-    ),
-)
+@pytest.mark.parametrize("bad", ({"regex": "("}, {"json_schema": {"type": "foo"}}, {"grammar": "start: nothing"}))
 def test_unusable_constraints_are_refused_and_others_unharmed(bad):
     engine = make_engine()
     other = engine.add([5, 6], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
     with pytest.raises(GrammarError):
         engine.add([5, 6], SamplingParams(**bad))
     assert len(engine.requests) == 1 == len(engine.scheduler.sequences)
-    while engine.has_work:
-        engine.step()
+    drain(engine)
     assert len(other.output().outputs[0].token_ids) == 4
     assert_all_free(engine)
 
@@ -394,8 +334,8 @@ def always(engine, token: int):
 
 def test_a_model_that_wants_the_end_gets_it_only_where_the_text_may_end():
     schema = {"type": "string", "minLength": 3, "maxLength": 6}
-    engine = always(make_engine(), END)
-    (output,) = run(engine, [([5, 6], SamplingParams(temperature=0, json_schema=schema, max_tokens=40))])
+    params = SamplingParams(temperature=0, json_schema=schema, max_tokens=40)
+    (output,) = run(always(make_engine(), END), [([5, 6], params)])
     jsonschema.validate(json.loads(output.outputs[0].text), schema)
     assert output.outputs[0].finish_reason == "stop" and END not in output.outputs[0].token_ids
 
@@ -418,18 +358,6 @@ def test_ignore_eos_goes_on_while_the_text_can():
 def test_an_empty_text_ends_at_once():
     (answer,) = answers_to([([5, 6], SamplingParams(regex="(x{0})", ignore_eos=True))])
     assert answer.text == "" and answer.finish_reason == "stop"
-
-
-@pytest.mark.parametrize("blank", ("\n", "  "))
-@pytest.mark.parametrize("schema", ({"type": "array", "items": {"type": "integer"}, "maxItems": 3}, SCHEMA))
-def test_blanks_cannot_go_on_for_ever(blank, schema):
-    token = world()[3].encode(blank, add_special_tokens=False)[0]
-    params = SamplingParams(temperature=0, json_schema=schema, max_tokens=200)
-    engine = always(make_engine(max_model_len=300), token)
-    (output,) = run(engine, [([5, 6], params)])
-    text = output.outputs[0].text
-    jsonschema.validate(json.loads(text), schema)
-    assert output.outputs[0].finish_reason == "stop" and text == text.rstrip() and not re.search(r"\s{9}", text)
 
 
 def test_beams_keep_to_the_structure():
@@ -460,8 +388,7 @@ def test_a_grammar_that_fails_on_the_way_ends_its_own_request_alone(monkeypatch)
             guide._prepare()
 
     monkeypatch.setattr(type(bad.guide), "commit", failing)
-    while engine.has_work:
-        engine.step()
+    drain(engine)
     ended = bad.output().outputs[0]
     assert ended.finish_reason == "error" and "the grammar cannot go on" in ended.error
     jsonschema.validate(json.loads(other.output().outputs[0].text), SCHEMA)
