@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import SEEDS, drawn
-from sampling_rows import normal, shaped, state
+from sampling_rows import FILTERS, FILTERS_AT_SIZE, SHAPES, normal, state
 
 import kernels
 from native import cpu as kernels_native
@@ -20,12 +20,6 @@ from sampling import probabilities
 NEAR = 1e-6
 SAMPLES = torch.linspace(0, 1, 258, dtype=torch.float64)[1:-1].tolist()
 VOCABS = st.sampled_from([1, 2, 7, 8, 15, 16, 17, 511, 512, 513, 1500])
-FILTERS = {
-    "temperature": st.sampled_from([1e-5, 0.1, 0.7, 1.0, 2.0, 50.0]),
-    "top_p": st.sampled_from([1e-300, 0.1, 0.53, 0.9, 0.999999, 1.0]),
-    "top_k": st.sampled_from([-1, 0, 2, 5, 50, 10**6]),
-    "min_p": st.sampled_from([0.0, 1e-9, 0.05, 0.51]),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -58,13 +52,10 @@ def test_draws_equal_the_reference(vocab, seed, spread, fields):
     check(normal(1, vocab, seed, spread)[0], **fields)
 
 
-@pytest.mark.parametrize("shape", ["peaked", "flat", "all equal", "two levels", "bfloat16 ties", "masked"])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_draws_from_a_real_vocabulary_equal_the_reference(shape):
-    row = shaped("peaked" if shape == "masked" else shape)
-    if shape == "masked":
-        row[torch.arange(len(row)) % 5 > 0] = -math.inf
-    for fields in [{}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.5}, {"top_k": 3000}, {"min_p": 0.02, "top_p": 0.99}]:
-        check(row, **fields)
+    for fields in [{}, *FILTERS_AT_SIZE]:
+        check(SHAPES[shape](), **fields)
 
 
 def test_extreme_logits_weigh_nothing_and_break_nothing():
