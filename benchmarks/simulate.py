@@ -1,7 +1,7 @@
 """A discrete-event simulation around the real scheduler, pool and prefix cache: policies studied without a model.
 
-Problem. Whether a policy starves somebody, how many blocks a workload needs, what a prefix cache saves: such questions
-take many thousands of requests to answer, and a model on a laptop serves a few a second.
+Problem. Whether a policy starves a request, or how many blocks a workload needs, takes many thousands of requests to
+answer, and a model on a laptop serves a few a second.
 
 Idea. The scheduler never looks at a tensor, so it cannot tell whether a step was computed or only waited for. Keep a
 clock, let each step cost what a formula says, and let the "model" say any token it likes:
@@ -13,9 +13,8 @@ clock, let each step cost what a formula says, and let the "model" say any token
     python scheduler.py --simulate --requests 1000000     ten million steps in 5 1/2 minutes, 19 us to plan each
     python scheduler.py --cost                            a step planned with 10 / 1,000 / 100,000 waiting, 32 running
 
-Lengths are lognormal, as in chat traces; shared prefixes are drawn by Zipf's law; a conversation's next prompt is all
-of the one before and more. The constants of the cost formula are flags: fit them to a machine with `bench.py decode`.
-Left out: the model's own overhead between steps, network time, and any claim that the default constants are yours.
+Lengths are lognormal, as in chat traces, and shared prefixes are drawn by Zipf's law. The constants of the cost formula
+are flags: fit them to a machine with `bench.py decode`. Left out: overhead between steps, network time.
 """
 
 from __future__ import annotations
@@ -27,6 +26,8 @@ import random
 import sys
 import time
 from array import array
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from math import log
@@ -47,7 +48,6 @@ class Request:
     arrival: float
     tokens: list[int]
     answer: int  # tokens it will generate
-    mark: int  # the token it "generates": its own, so that only true continuations share a prefix
     turns_left: int
     opening: bool  # the first turn of its conversation
     admitted: float = -1.0
@@ -79,8 +79,7 @@ class Workload:
         self.made += 1
         room = self.args.max_model_len - len(tokens)
         answer = self._length(self.args.output_mean, min(room, self.args.max_tokens))
-        request = Request(arrival, tokens, answer, -self.made, turns_left, opening)
-        heapq.heappush(self.coming, (arrival, self.made, request))
+        heapq.heappush(self.coming, (arrival, self.made, Request(arrival, tokens, answer, turns_left, opening)))
 
     def _open_conversation(self) -> None:
         if self.made >= self.args.requests:
@@ -90,10 +89,10 @@ class Workload:
         if self.prefixes and self.random.random() < self.args.prefix_share:
             (shared,) = self.random.choices(self.prefixes, cum_weights=self.popularity)
         own = self._length(self.args.prompt_mean, self.args.max_model_len - 1 - len(shared))
-        turns = 1
-        while turns < 50 and self.random.random() > 1 / self.args.turns:
-            turns += 1
-        self._request(self.clock, shared + self._fresh(own), turns - 1, opening=True)
+        turns_left = 0
+        while turns_left < 49 and self.random.random() > 1 / self.args.turns:
+            turns_left += 1
+        self._request(self.clock, shared + self._fresh(own), turns_left, opening=True)
 
     def next_turn(self, request: Request, tokens: list[int], now: float) -> None:
         """The user has read the answer and asks on, unless the context is full or enough requests were made."""
@@ -102,32 +101,26 @@ class Workload:
             arrival = now + self.random.expovariate(1 / self.args.think_time)
             self._request(arrival, tokens + self._fresh(own), request.turns_left - 1, opening=False)
 
-    def next_arrival(self) -> float | None:
-        return self.coming[0][0] if self.coming else None
-
-    def take(self) -> Request:
-        _, _, request = heapq.heappop(self.coming)
-        if request.opening:
-            self._open_conversation()
-        return request
+    def until(self, now: float) -> Iterator[Request]:
+        """The requests that have arrived by now."""
+        while self.coming and self.coming[0][0] <= now:
+            _, _, request = heapq.heappop(self.coming)
+            if request.opening:
+                self._open_conversation()
+            yield request
 
 
 def check_books(scheduler: Scheduler) -> None:
     """Reference counts recomputed from scratch: every owner of a block is a running sequence or the prefix cache."""
-    owners = [0] * scheduler.pool.num_blocks
-    for seq in scheduler.running:
-        for block in seq.block_table:
-            owners[block] += 1
-    in_use = sum(count > 0 for count in owners)
+    owners = Counter(block for seq in scheduler.running for block in seq.block_table)
+    stats, in_use = scheduler.stats(), len(owners)
     stack = list(scheduler.cache.roots.values()) if scheduler.cache else []
     while stack:
         node = stack.pop()
         stack += node.children.values()
-        for block in node.blocks:
-            owners[block] += 1
-    stats = scheduler.stats()
+        owners.update(node.blocks)
     balanced = stats["live"] == in_use and stats["free"] + stats["cached"] + stats["live"] == stats["total"]
-    if owners[1:] != scheduler.pool.refs[1:] or not balanced:
+    if not balanced or any(owners[block] != n for block, n in enumerate(scheduler.pool.refs) if block):
         raise RuntimeError(f"the books do not balance in step {scheduler.steps}: {stats}")
 
 
@@ -153,16 +146,11 @@ class Simulation:
 
     def run(self) -> None:
         scheduler, workload = self.scheduler, self.workload
-        while True:
-            arrival = workload.next_arrival()
+        while scheduler.has_unfinished() or workload.coming:
             if not scheduler.has_unfinished():
-                if arrival is None:
-                    break
-                self.now = max(self.now, arrival)
-            while arrival is not None and arrival <= self.now:
-                request = workload.take()
+                self.now = max(self.now, workload.coming[0][0])
+            for request in workload.until(self.now):
                 scheduler.add(Sequence(request.tokens, self.args.max_tokens, arrival=request.arrival, answer=request))
-                arrival = workload.next_arrival()
             self._step()
             if scheduler.steps % self.args.check_every == 0:
                 check_books(scheduler)
@@ -175,33 +163,31 @@ class Simulation:
         step = scheduler.schedule()
         self.planning += time.perf_counter() - began
         if args.trace:
-            out = sys.stderr if args.json else sys.stdout
-            print(f"{self.now:10.3f} s  {step.describe()}", file=out)
+            print(f"{self.now:10.3f} s  {step.describe()}", file=sys.stderr if args.json else sys.stdout)
         for seq, _ in step.cached:
             if seq.answer.admitted < 0:
                 seq.answer.admitted = self.now
         began = time.perf_counter()
         scheduler.computed(step)
         self.planning += time.perf_counter() - began
-        tokens = context = 0
-        for seq, n in step.entries:
-            tokens += n
-            context += seq.num_computed
+        tokens, context = step.num_tokens, sum(seq.num_computed for seq, _ in step.entries)
         moved = sum(len(blocks) for _, blocks in step.swap_out + step.swap_in)
         self.now += args.step_cost + args.token_cost * tokens + args.context_cost * context + args.swap_cost * moved
         self.batched += tokens
         for seq, _ in step.entries:
             if seq.num_computed == len(seq.tokens):
-                self._token(seq, seq.answer)
+                self._token(seq)
         if scheduler.steps % SAMPLE_EVERY == 0:
             self._sample()
 
-    def _token(self, seq: Sequence, request: Request) -> None:
+    def _token(self, seq: Sequence) -> None:
+        """The model decides the next token of a sequence, which may be its last."""
+        request: Request = seq.answer
         if request.first_token < 0:
             request.first_token = self.now
             self.queueing.append(request.admitted - request.arrival)
             self.ttft.append(self.now - request.arrival)
-        seq.tokens.append(request.mark)
+        seq.tokens.append(-1 - seq.number)  # a token of its own, so that only true continuations share a prefix
         answered = len(seq.tokens) - seq.num_prompt
         if answered == request.answer:
             self.scheduler.finish(seq)
@@ -214,8 +200,7 @@ class Simulation:
                 progress(self.done, self.args)
 
     def _sample(self) -> None:
-        balance = self.scheduler.tables.balance(self.scheduler.running)
-        size = self.scheduler.block_size
+        balance, size = self.scheduler.tables.balance(self.scheduler.running), self.scheduler.block_size
         self.kv_tokens += balance["kv_tokens"]
         self.kv_live += balance["live"] * size
         self.kv_pool += balance["total"] * size
@@ -249,9 +234,9 @@ def spread(values: array) -> dict[str, float]:
 
 def progress(done: int, args: argparse.Namespace, end: bool = False) -> None:
     if sys.stderr.isatty() and not args.trace:
-        filled = 30 * done // args.requests
-        bar = "#" * filled + "." * (30 - filled)
-        print(f"\r[{bar}] {done:,} of {args.requests:,} requests", end="\n" if end else "", file=sys.stderr, flush=True)
+        bar = "#" * (30 * done // args.requests)
+        text = f"\r[{bar:.<30}] {done:,} of {args.requests:,} requests"
+        print(text, end="\n" if end else "", file=sys.stderr, flush=True)
 
 
 def planning_cost(waiting: int, policy: str, steps: int = 300) -> float:
@@ -324,7 +309,7 @@ FLAGS = {  # flag: (default, least, most, help); nan lies outside all of them
         "context-cost": (5e-7, 0, HUGE, "per token of context read by attention"),
         "swap-cost": (1e-4, 0, HUGE, "per block moved to or from the host"),
     },
-    "options": {"check-every": (10_000, 1, HUGE, "steps between two full checks of the books")},
+    None: {"check-every": (10_000, 1, HUGE, "steps between two full checks of the books")},
 }
 CHOICES = {
     "policy": list(POLICIES),
@@ -346,7 +331,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--trace", action="store_true", help="print a line per step")
     for title, flags in FLAGS.items():
-        group = parser if title == "options" else parser.add_argument_group(title)
+        group = parser.add_argument_group(title) if title else parser
         for name, (default, _, _, text) in flags.items():
             group.add_argument(f"--{name}", type=type(default), default=default, help=text)
         if title == "engine":
@@ -379,11 +364,10 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     simulation = Simulation(args)
     simulation.run()
-    report = simulation.report()
     if args.json:
-        print(json.dumps(report))
+        print(json.dumps(simulation.report()))
     else:
-        print_report(report)
+        print_report(simulation.report())
     return 0
 
 
