@@ -1,13 +1,11 @@
 """Paged KV memory: fixed-size blocks, block tables, reference counts, copy-on-write, swap.
 
 Problem. Every token of a running request keeps one key and one value per layer and head, and nobody knows beforehand
-how long an answer gets. An engine that gives each request one contiguous slab must reserve for the longest answer it
-allows, and most of the slab stays empty while other requests wait for memory.
+how long an answer gets. A contiguous slab for the longest answer stays mostly empty while other requests wait.
 
 Idea. As an operating system does: cut memory into blocks of `block_size` tokens, hand them out one by one as a sequence
-grows, and let a list, the block table, say where each part of it lies. At most one partly filled block per sequence is
-wasted. Two tables may name the same block: a reference count says how many do, and a shared block is copied before it
-is written.
+grows, and let a list, the block table, say where each part of it lies. Two tables may name the same block: a reference
+count says how many do, and a shared block is copied before it is written.
 
     sequence A  tokens  the cat sat on | the mat      block_table [3, 1]     block       1       2       3       4
     sequence B  (fork)  the cat sat on | the sofa     block_table [3, 4]     references  1     free      2       1
@@ -17,8 +15,7 @@ is written.
 Block 0 is never handed out: rows of a batch that are only padding write there, so they cannot touch live state.
 
 Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (SOSP 2023),
-sections 4.1 to 4.4 (blocks, tables, sharing, copy-on-write) and 4.5 (swapping). Left out: who gets blocks and when
-(scheduler.py), which blocks outlive their sequence (radix.py), blocks of unequal size, KV in fewer bits.
+section 4. Left out: who gets blocks and when (scheduler.py), blocks of unequal size, KV in fewer bits.
 """
 
 from __future__ import annotations

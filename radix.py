@@ -1,8 +1,7 @@
 """Prefix caches: keep the KV blocks of finished work and find them again by the tokens they hold.
 
-Problem. Requests begin alike: the same system prompt, the same few-shot examples, the same conversation one turn
-later. Their K and V at those positions are the same numbers, because attention only looks back. Computing them again
-is most of the time to the first token.
+Problem. Requests begin alike: the same system prompt, the same conversation one turn later. Their K and V at those
+positions are the same numbers, because attention only looks back; computing them again delays the first token.
 
 Idea. When a sequence leaves, its full blocks stay in the pool, owned by a tree whose edges are runs of tokens. A new
 prompt walks down from the root as far as its tokens agree and takes over the blocks it passes. A sequence locks the
@@ -12,16 +11,14 @@ path from its node up to the root, so only the unlocked leaves may be evicted, l
             blocks 3 9   locks 2      ├──[What is | 2+2 ?]  locks 1: a running sequence stands here
                                       └──[Tell me | a joke] locks 1
 
-Sources: Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs" (NeurIPS 2024), section 3
-(radix tree, LRU leaves, cache-aware order); `HashCache` is the automatic prefix caching of vLLM (its design document).
-Left out: sharing inside a block (a partial match is cut to whole blocks), caches on disk or on other hosts, and
-choosing what to keep by anything but recency.
+Sources: Zheng et al., "SGLang" (NeurIPS 2024), section 3; `HashCache` is the automatic prefix caching of vLLM (its
+design document). Left out: sharing inside a block (a match is cut to whole blocks), caches on disk or other hosts.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from itertools import count
 from typing import NamedTuple
 
@@ -281,11 +278,10 @@ class HashCache(RadixCache):
     by induction its whole prefix is.
     """
 
-    max_run = 1
+    max_run, hash_function = 1, staticmethod(hash)
 
-    def __init__(self, pool: BlockPool, hash_function: Callable[[Hashable], Hashable] = hash):
+    def __init__(self, pool: BlockPool):
         super().__init__(pool)
-        self.hash_function = hash_function
         self.table: dict[Hashable, list[Node]] = {}
 
     def _child(self, node: Node, tokens: list[int]) -> Node | None:

@@ -1,8 +1,7 @@
 """Scheduling: which sequences compute how many tokens this step.
 
-Problem. Requests arrive at any time, have any length and end when they like, but the model runs best over many tokens
-at once and memory holds only so many of them. A batch that is fixed at the start leaves batch slots empty while its
-longest member finishes.
+Problem. Requests arrive and end at any time, but the model runs best over many tokens at once and memory holds only so
+many. A batch that is fixed at the start leaves batch slots empty while its longest member finishes.
 
 Idea. Decide anew before every step. A `Sequence` is its tokens and `num_computed`, how many of them have K and V in the
 pool; a `Step` is a list of (sequence, n): compute n more. Whatever happened to a sequence, it only has to catch up:
@@ -13,10 +12,9 @@ pool; a `Step` is a list of (sequence, n): compute n more. Whatever happened to 
     budget 16   | A 1 | B 1 | C 1 |  D, chunk 9 of 40  |  E, new, 4  |
                   decodes first      prompts under way    then waiting
 
-Sources: Yu et al., "Orca" (OSDI 2022), section 3 (iteration-level scheduling); Kwon et al., "PagedAttention" (SOSP
-2023), section 4.5 (preemption); Agrawal et al., "Sarathi-Serve" (OSDI 2024), section 4 (chunks in one token budget);
-Zheng et al., "SGLang" (NeurIPS 2024), section 3 (longest prefix first). Left out: preempting a running sequence for a
-better waiting one, packing around a request that does not fit yet, fairness between users, deadlines.
+Sources: "Orca" (OSDI 2022), section 3; "PagedAttention" (SOSP 2023), section 4.5 (preemption); "Sarathi-Serve" (OSDI
+2024), section 4 (chunks); "SGLang" (NeurIPS 2024), section 3 (longest prefix first). Left out: preempting a sequence
+for a better waiting one, packing around a request that does not fit yet, fairness between users, deadlines.
 """
 
 from __future__ import annotations
@@ -124,7 +122,7 @@ class Step:
         if decodes:
             out.append("decode " + " ".join(decodes))
         for s, n in self.entries:
-            if not (n == 1 and s.num_computed >= s.num_prompt):
+            if n > 1 or s.num_computed < s.num_prompt:
                 kind = "prefill" if s.num_computed < s.num_prompt else "catch up"
                 out.append(f"{kind} {s.id} [{s.num_computed}:{s.num_computed + n}] of {len(s.tokens)}")
         out += [f"cached {s.id} {n}" for s, n in self.cached if n]

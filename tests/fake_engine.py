@@ -74,6 +74,7 @@ class FakeEngine:
 
     def end(self, seq, keep=False):
         self.scheduler.finish(seq, keep)
+        assert seq.state == "finished" and not seq.block_table and seq.host is None
         self.expected.pop(seq, None)
 
     def guess(self, seq, good, k):

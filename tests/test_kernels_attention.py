@@ -114,7 +114,7 @@ def test_rope_write_kv_matches_the_reference(rows, heads, kv_heads, half, norm, 
 def test_a_padding_slot_writes_nowhere(backend):
     kernels.set_backend(backend)
     k, v = (torch.full((3, 1, 4, 8), 9.0) for _ in range(2))
-    slots = torch.tensor([5, -1, -1])
+    slots = torch.tensor([-1, 5, -1])
     ops.rope_write_kv(torch.randn(3, 24), torch.arange(3), torch.randn(4, 8), k, v, slots, 1)
     for cache in (k, v):
         changed = (cache != 9.0).any(-1).nonzero().tolist()  # [block, head, offset]

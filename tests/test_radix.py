@@ -12,7 +12,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kv_paged import BlockPool, OutOfBlocks
 from radix import PREFIX_CACHES, HashCache, RadixCache
 
-KINDS = {**PREFIX_CACHES, "same hash": lambda pool: HashCache(pool, lambda key: 7)}
+
+class SameHash(HashCache):
+    hash_function = staticmethod(lambda key: 7)
+
+
+KINDS = {**PREFIX_CACHES, "same hash": SameHash}
 NAMESPACES = [None, None, ("lora", "x"), ("salt", "x"), "x"]
 
 
@@ -33,7 +38,7 @@ class Model:
     def __init__(self, kind, block_size, num_blocks):
         self.pool = BlockPool(num_blocks, block_size)
         self.cache = KINDS[kind](self.pool)
-        self.known, self.holders, self.size = {}, [], block_size
+        self.known, self.holders, self.size, self.evicted = {}, [], block_size, 0
 
     def prefixes(self, tokens, namespace):
         return [(namespace, tuple(tokens[:end])) for end in range(self.size, len(tokens) + 1, self.size)]
@@ -51,17 +56,14 @@ class Model:
         expected = self.expected(usable, namespace)
         assert self.cache.cached_length(tokens, namespace, limit) == len(expected) * self.size
         match = self.cache.match(tokens, namespace, limit)
-        assert (
-            match.blocks == expected and match.n_tokens == len(expected) * self.size == match.handle.depth * self.size
-        )
+        assert match.blocks == expected and match.n_tokens == len(expected) * self.size
+        assert match.handle.depth == len(expected)
         if hold:
             self.cache.lock(match.handle)
             self.pool.share(match.blocks)
-            tokens = tokens[: match.n_tokens]
-            self.holders.append(
-                SimpleNamespace(handle=match.handle, block_table=match.blocks, namespace=namespace, tokens=tokens)
-            )
-        return match
+            holder = SimpleNamespace(handle=match.handle, block_table=match.blocks, namespace=namespace)
+            holder.tokens = tokens[: match.n_tokens]
+            self.holders.append(holder)
 
     def insert(self, tokens, namespace, holder=None):
         """Compute what is missing into new blocks and hand over all of it, as a sequence does that ends or goes on."""
@@ -116,7 +118,9 @@ class Model:
         possible = [block for block in self.known.values() if block not in used]
         free = self.pool.num_free
         freed = self.cache.evict(n)
+        self.evicted += freed
         assert freed == min(n, len(possible)) and self.pool.num_free == free + freed
+        assert self.cache.evicted == self.evicted
         self.known = {prefix: block for prefix, block in self.known.items() if self.pool.refs[block]}
         for namespace, prefix in self.known:  # nothing is left whose beginning is gone
             assert all(p in self.known for p in self.prefixes(prefix, namespace))
@@ -160,16 +164,8 @@ class Model:
         assert self.pool.num_free == self.pool.total and not self.cache.roots
 
 
-ACTIONS = {  # and how often, in a hundred
-    "match": 22,
-    "insert": 20,
-    "go on": 15,
-    "fork": 3,
-    "shorten": 8,
-    "withdraw": 4,
-    "leave": 13,
-    "evict": 15,
-}
+# And how often, in a hundred.
+ACTIONS = {"match": 22, "insert": 20, "go on": 15, "fork": 3, "shorten": 8, "withdraw": 4, "leave": 13, "evict": 15}
 
 
 class CacheMachine(RuleBasedStateMachine):

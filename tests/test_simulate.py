@@ -36,10 +36,8 @@ def test_a_pool_too_small_for_the_load_preempts_and_still_serves_all(policy, pre
 
 
 def test_pages_hold_more_real_tokens_than_slabs():
-    paged, slabs = (
-        run(*TIGHT, "--prefix-cache", "none"),
-        run(*TIGHT, "--prefix-cache", "none", "--reserve", "contiguous"),
-    )
+    paged = run(*TIGHT, "--prefix-cache", "none")
+    slabs = run(*TIGHT, "--prefix-cache", "none", "--reserve", "contiguous")
     assert slabs["kv_share_of_live"] < 0.7 < 0.9 < paged["kv_share_of_live"]
     assert slabs["simulated_s"] > paged["simulated_s"]
 
@@ -89,10 +87,7 @@ def test_a_workload_that_means_nothing_is_refused(flag, value, capsys):
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (
-            ["--cost", "--policy", "lpm", "--requests", "10000"],
-            "--policy, --requests would change nothing here: --cost",
-        ),
+        (["--cost", "--policy", "lpm", "--requests", "10"], "--policy, --requests would change nothing here: --cost"),
         (["--cost", "--trace"], "--trace"),
         (["--simulate", "--prefixes", "0", "--prefix-len", "9"], "--prefix-len would change nothing here: no prefixes"),
         (["--simulate", "--turns", "1", "--think-time", "1"], "--think-time"),
