@@ -336,8 +336,8 @@ def chi_square_bound(freedom: int, z: float = 3.7) -> float:
     return freedom * (1 - 2 / (9 * freedom) + z * math.sqrt(2 / (9 * freedom))) ** 3
 
 
-DRAWN = [{}, {"temperature": 0.6}, {"temperature": 2.0, "top_k": 5}, {"top_p": 0.8}, {"min_p": 0.15}, {"typical_p": 0.6}]
-DRAWN += [{"typical_p": 0.4, "temperature": 0.7, "top_k": 8}]
+DRAWN = [{}, {"temperature": 0.6}, {"temperature": 2.0, "top_k": 5}, {"top_p": 0.8}, {"min_p": 0.15}]
+DRAWN += [{"typical_p": 0.6}, {"typical_p": 0.4, "temperature": 0.7, "top_k": 8}]
 DRAWN += [{"temperature": 1.3, "min_p": 0.02, "top_k": 7, "top_p": 0.93, "repetition_penalty": 1.4}]
 
 
