@@ -34,7 +34,6 @@ import kernels
 from beam import BeamSearch
 from compiled import ModelRunner
 from formats.command_line import warn
-from kv_paged import blocks_needed
 from model import Batch
 from request import Answer, Delta, Request
 from sampling import Sampled, SamplerState, SamplingParams, prompt_logprobs, sample
@@ -92,29 +91,24 @@ class Engine:
     ) -> Request:
         """Queue a request. Raises ValueError, with nothing queued, if it could never be served."""
         self._check(prompt_ids, params, priority, namespace)
-        scheduler = self.scheduler
-        context = max(scheduler.max_model_len - len(prompt_ids), 1)  # the scheduler refuses a prompt that is too long
-        pool = max(scheduler.pool.total * scheduler.block_size + 1 - len(prompt_ids), 1)  # the last token needs no slot
-        limit = min(context, pool) if params.max_tokens is None else min(params.max_tokens, context)
-        if params.beam_width:
-            self._check_beams(params, len(prompt_ids) + limit)
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
         guide = self.guides.answer(params, prompt_ids) if params.structured else None
-        request = Request(next(self.ids), list(prompt_ids), params, limit, stop_ids, self.tokenizer, prompt, guide)
-        seq = request.seq = Sequence(
+        seq = Sequence(
             list(prompt_ids),
-            max(limit, 1),
+            params.max_tokens,
             priority=priority,
-            arrival=request.arrival,
+            arrival=time.perf_counter(),
             namespace=None if namespace is None else (type(namespace), namespace),  # 1, True and 1.0 are equal
             read_cache=params.prompt_logprobs is None,  # a cached prompt token has no logits to score
+            width=params.beam_width or 1,
         )
-        scheduler.add(seq)
+        self.scheduler.add(seq)
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+        request = Request(next(self.ids), seq, list(prompt_ids), params, stop_ids, self.tokenizer, prompt, guide)
         seed = self.seeds.getrandbits(63) if params.seed is None else params.seed
         sampler = SamplerState(params, prompt_ids, 0, seed, sorted(self.eos_token_ids))
         seq.answer = Answer(request, 0, seq, sampler, guide and guide.fork())
         request.answers.append(seq.answer)
-        if params.beam_width and limit:
+        if params.beam_width and request.max_tokens:
             request.search = BeamSearch(request, seq.answer)
             self._use(self.search_beams)
         if params.prompt_logprobs is not None:
@@ -136,30 +130,17 @@ class Engine:
         if not prompt_ids:
             raise ValueError("prompt is empty: give at least one token (this tokenizer adds no BOS of its own)")
         for token in prompt_ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
-                raise ValueError(
-                    f"prompt token {token!r} is not an id of this model: ids are integers 0 to {vocab - 1}"
-                )
-        if isinstance(priority, bool) or not isinstance(priority, int):
+            if type(token) is not int or not 0 <= token < vocab:
+                raise ValueError(f"prompt token {token!r} is not an id of this model: ids are integers below {vocab}")
+        if type(priority) is not int:
             raise ValueError(f"priority={priority!r}: must be an integer, since requests are ordered by it")
         try:
             hash(namespace)
         except TypeError:
             raise ValueError(f"namespace={namespace!r}: must be hashable, such as a text") from None
         params.check_vocab(vocab)
-
-    def _check_beams(self, params: SamplingParams, length: int) -> None:
-        """All beams of a search must run side by side, or those in the pool would wait for those outside it."""
-        if params.stop:
+        if params.beam_width and params.stop:
             raise ValueError(f"stop={params.stop} with beam_width: a beam search ends at tokens; use stop_token_ids")
-        scheduler = self.scheduler
-        needed = params.beam_width * blocks_needed(length, scheduler.block_size)
-        if params.beam_width > scheduler.max_num_seqs or needed > scheduler.pool.total:
-            raise ValueError(
-                f"beam_width={params.beam_width} at {length} tokens needs as many batch slots and {needed} blocks; "
-                f"there are max_num_seqs={scheduler.max_num_seqs} and {scheduler.pool.total} blocks: lower beam_width "
-                "or max_tokens, or raise max_num_seqs or --kv-memory"
-            )
 
     @property
     def has_work(self) -> bool:
@@ -198,18 +179,22 @@ class Engine:
         """Forget a step that is on its way; here there is none."""
 
     def plan(self) -> Step:
-        self.drafts.extend(self.scheduler.running)
+        self.drafts.extend(self.scheduler.running[::-1])
         self.rows.clear()
         step = self.scheduler.schedule()
         if self.drafts.drafted:
             self.drafts.trim(step, self.scheduler)
+        if self.observers:
+            self.show(step)
+        return step
+
+    def show(self, step: Step) -> None:
         for observe in self.observers[:]:
             try:
                 observe(step)
             except Exception as error:
                 warn(f"an observer of steps is switched off: {type(error).__name__}: {error}")
                 self.observers.remove(observe)
-        return step
 
     def run(self, step: Step, deltas: list[Delta], planned: tuple[Batch, list[Computed]] | None = None) -> None:
         """Compute a step, which may be laid out already, and decide what follows."""
@@ -349,11 +334,9 @@ class Engine:
         return deltas
 
     def _close_if_finished(self, request: Request) -> None:
-        for answer in request.answers:
-            if answer.finish_reason is None:
-                return
-        request.finished_at = time.perf_counter()
-        self.requests.pop(request.id, None)
+        if all(answer.finish_reason for answer in request.answers):
+            request.finished_at = time.perf_counter()
+            self.requests.pop(request.id, None)
 
 
 # What `lay_out` makes of a step of two sequences, with pages of five tokens:

@@ -85,7 +85,7 @@ class EngineConfig:
     max_num_seqs: int = option(32, "sequences that run at once: batch slots", least=1)
     max_num_batched_tokens: int = option(512, "tokens computed in one step", least=1)
     policy: str = option("fcfs", "who goes next: fcfs, priority or lpm (longest cached prefix)", one_of=POLICIES)
-    prefix_cache: str = option("radix", "radix, hash or none", one_of=[*PREFIX_CACHES, "none"])
+    prefix_cache: str = option("radix", "radix, hash or none", one_of=PREFIX_CACHES)
     preemption: str = option("recompute", "without free blocks: recompute or swap", one_of=PREEMPTIONS)
     batching: str = option("continuous", "continuous, or static to compare with", one_of=BATCHINGS)
     reserve: str = option("paged", "paged, or contiguous to compare with", one_of=RESERVES)
@@ -280,7 +280,7 @@ class LLM:
     def _scheduler(self):
         options = self.options
         pool = BlockPool(self.kv.num_blocks, options.block_size)
-        cache = None if options.prefix_cache == "none" else PREFIX_CACHES[options.prefix_cache](pool)
+        cache = PREFIX_CACHES[options.prefix_cache](pool)
         limits = (options.max_num_seqs, options.max_num_batched_tokens, self.max_model_len)
         rules = (options.policy, options.preemption, options.chunked)
         scheduler = scheduler_class(options.batching, options.reserve)(pool, cache, *limits, *rules)

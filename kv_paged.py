@@ -65,13 +65,11 @@ class BlockPool:
 
     def allocate(self, n: int) -> list[int]:
         """Take `n` free blocks, in any physical order, each with one owner. Short: OutOfBlocks, and none is taken."""
-        if n > len(self._free):
+        rest = len(self._free) - max(0, n)
+        if rest < 0:
             raise OutOfBlocks(f"{n} blocks wanted, {len(self._free)} of {self.total} free")
-        if n <= 0:
-            return []
-        taken = self._free[-n:]
-        taken.reverse()
-        del self._free[-n:]
+        taken = self._free[rest:][::-1]
+        del self._free[rest:]
         for block in taken:
             self.refs[block] = 1
         return taken
@@ -104,25 +102,18 @@ class BlockTables:
     The table covers the computed tokens and, between schedule() and computed(), those of the step. Its first
     seq.handle.depth blocks are the prefix cache's own, and the sequence holds the lock on that path: a block of the
     cache is locked exactly when a sequence holds it. free + cached + live == total, where the cache alone owns the
-    cached ones. `cache` is a radix.RadixCache or None, `seq` a scheduler.Sequence.
+    cached ones. `cache` is a radix.RadixCache, `seq` a scheduler.Sequence.
     """
 
     def __init__(self, pool: BlockPool, cache):
         self.pool, self.cache, self.block_size = pool, cache, pool.block_size
 
     @property
-    def cached(self) -> int:
-        """Blocks that only the prefix cache owns: evicting makes them free."""
-        return self.cache.num_evictable if self.cache is not None else 0
-
-    @property
     def available(self) -> int:
-        return self.pool.num_free + self.cached
+        return self.pool.num_free + self.cache.num_evictable
 
     def find(self, seq):
         """The cached prefix (radix.Match) that a waiting sequence can start from, leaving a token to compute."""
-        if self.cache is None:
-            return None
         limit = len(seq.tokens) - 1 if seq.read_cache and seq.state != "swapped" else 0
         return self.cache.match(seq.tokens, seq.namespace, limit)
 
@@ -131,16 +122,13 @@ class BlockTables:
 
         False, with nothing taken, unless there is room for all its known tokens and `reserve` blocks more.
         """
-        shared = match.blocks if match else []
-        if match:
-            self.cache.lock(match.handle)  # before it counts: what it stands on cannot be evicted for the rest
-        if blocks_needed(len(seq.tokens), self.block_size) - len(shared) + reserve > self.available:
-            if match:
-                self.cache.unlock(match.handle)
+        self.cache.lock(match.handle)  # before it counts: what it stands on cannot be evicted for the rest
+        if blocks_needed(len(seq.tokens), self.block_size) - len(match.blocks) + reserve > self.available:
+            self.cache.unlock(match.handle)
             return False
-        self.pool.share(shared)
-        seq.block_table = shared + self._allocate(blocks_needed(n_tokens, self.block_size) - len(shared))
-        seq.handle = match.handle if match else None
+        self.pool.share(match.blocks)
+        own = self._allocate(blocks_needed(n_tokens, self.block_size) - len(match.blocks))
+        seq.block_table, seq.handle = match.blocks + own, match.handle
         return True
 
     def room(self, seq) -> int:
@@ -154,7 +142,7 @@ class BlockTables:
         for i in self._shared(seq):
             (own,) = self._allocate(1)
             copies.append((table[i], own))
-            if self.cache is not None and seq.handle.depth > i:
+            if seq.handle.depth > i:
                 seq.handle = self.cache.retreat(seq.handle, i)
             self.pool.release([table[i]])
             table[i] = own
@@ -166,7 +154,7 @@ class BlockTables:
         keep, full = blocks_needed(seq.num_computed, self.block_size), seq.num_computed // self.block_size
         self.pool.release(seq.block_table[keep:])
         del seq.block_table[keep:]
-        if self.cache is not None and seq.handle.depth > full:
+        if seq.handle.depth > full:
             seq.handle = self.cache.retreat(seq.handle, keep)
             if keep > full:  # the last block is cached and will be written: take it back, or extend() copies it
                 seq.handle = self.cache.withdraw(seq.handle) or seq.handle
@@ -176,13 +164,10 @@ class BlockTables:
         self.offer(seq)  # now, so that both stand on what it fills: offered later by one, it would seem evictable
         child.num_computed, child.block_table, child.handle = seq.num_computed, list(seq.block_table), seq.handle
         self.pool.share(child.block_table)
-        if self.cache is not None:
-            self.cache.lock(child.handle)
+        self.cache.lock(child.handle)
 
     def offer(self, seq) -> None:
         """Give the cache the full computed blocks it does not have yet; where it has equal ones, use those instead."""
-        if self.cache is None:
-            return
         full, known = seq.num_computed // self.block_size, seq.handle.depth
         if full <= known:
             return
@@ -198,11 +183,9 @@ class BlockTables:
         """Let go of all blocks of a sequence; with `keep` the cache is offered the full ones."""
         if keep:
             self.offer(seq)
-        if self.cache is not None:
-            self.cache.unlock(seq.handle)
-            seq.handle = None
+        self.cache.unlock(seq.handle)
         self.pool.release(seq.block_table)
-        seq.block_table = []
+        seq.block_table, seq.handle = [], None
 
     def _shared(self, seq) -> list[int]:
         """Indices in the block table that will be written but have other owners too."""
@@ -210,7 +193,7 @@ class BlockTables:
         return [i for i in range(first, len(table)) if refs[table[i]] > 1]
 
     def _allocate(self, n: int) -> list[int]:
-        if self.cache is not None and n > self.pool.num_free:
+        if n > self.pool.num_free:
             self.cache.evict(n - self.pool.num_free)
         return self.pool.allocate(n)
 
@@ -218,13 +201,13 @@ class BlockTables:
         """free, cached, live and total in blocks, free + cached + live == total; kv_tokens: tokens in live blocks."""
         size, partial = self.block_size, {}  # partial: block that may not be full -> its index in the tables
         for seq in running:
-            first = max(seq.num_computed // size, seq.handle.depth if seq.handle else 0)
+            first = max(seq.num_computed // size, seq.handle.depth)
             partial |= {seq.block_table[i]: i for i in range(first, len(seq.block_table))}
         empty = 0
         for block, i in partial.items():
             owners = [seq for seq in running if seq.block_table[i : i + 1] == [block]]
             empty += size - min(size, max(0, max(seq.num_computed for seq in owners) - i * size))
-        free, cached, total = self.pool.num_free, self.cached, self.pool.total
+        free, cached, total = self.pool.num_free, self.cache.num_evictable, self.pool.total
         live = total - free - cached
         return {"free": free, "cached": cached, "live": live, "total": total, "kv_tokens": live * size - empty}
 

@@ -19,27 +19,27 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable
+from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
 from kv_paged import BlockPool
 
 
+@dataclass(slots=True, eq=False)
 class Node:
     """A run of tokens below `parent`, the blocks that hold its K and V, and how many sequences stand on or below it."""
 
-    __slots__ = ("parent", "children", "tokens", "blocks", "depth", "locks", "last_used", "number", "queued", "key")
-
-    def __init__(self, parent: Node | None, tokens: list[int], blocks: list[int], number: int, key: Hashable = None):
-        self.parent = parent
-        self.children: dict[Hashable, Node] = {}
-        self.tokens, self.blocks = tokens, blocks  # whole blocks: len(tokens) == len(blocks) * block_size
-        self.depth = (parent.depth if parent else 0) + len(blocks)  # blocks from the root to the end of this run
-        self.locks = 0
-        self.last_used = 0
-        self.number = number  # unique: breaks ties in the eviction queue
-        self.queued = False  # whether the eviction queue holds an entry for it
-        self.key = key  # of a root its namespace, else the key among its siblings (HashCache: in the table)
+    parent: Node | None
+    tokens: list[int]  # whole blocks: len(tokens) == len(blocks) * block_size
+    blocks: list[int]
+    depth: int  # blocks from the root to the end of this run
+    number: int  # unique: breaks ties in the eviction queue
+    key: Hashable = None  # of a root its namespace, else the key among its siblings (HashCache: in the table)
+    children: dict[Hashable, Node] = field(default_factory=dict)
+    locks: int = 0
+    last_used: int = 0
+    queued: bool = False  # whether the eviction queue holds an entry for it
 
 
 class Match(NamedTuple):
@@ -71,8 +71,8 @@ class RadixCache:
 
     def match(self, tokens: list[int], namespace: Hashable = None, limit: int | None = None) -> Match:
         """The longest cached prefix of tokens[:limit], in whole blocks. Splits a run so that it ends at a node."""
-        root = self.roots.get(namespace) or Node(None, [], [], next(self._numbers), namespace)  # new: stays once locked
-        node, now, blocks = root, next(self._clock), []
+        node = self.roots.get(namespace) or Node(None, [], [], 0, next(self._numbers), namespace)  # stays once locked
+        now, blocks = next(self._clock), []
         end = (len(tokens) if limit is None else min(limit, len(tokens))) // self.block_size
         while node.depth < end and (child := self._child(node, tokens)) is not None:
             same = self._common(child, tokens, end)
@@ -104,16 +104,28 @@ class RadixCache:
 
     # ---- keeping
 
-    def lock(self, handle: Node) -> None:
-        """Protect the path from the handle to the root from eviction. One lock per sequence that stands there."""
-        node: Node | None = handle
-        while node is not None:
-            self._lock_one(node)
+    def lock(self, handle: Node, above: Node | None = None) -> None:
+        """Protect the path from the handle up to `above`, or with the root, from eviction: one lock per sequence."""
+        node = handle
+        while node is not above:
+            if node.parent is None:
+                self.roots[node.key] = node
+            if node.locks == 0:
+                self.num_evictable -= len(node.blocks)
+            node.locks += 1
             node = node.parent
 
-    def unlock(self, handle: Node | None) -> None:
-        while handle is not None:
-            handle = self._unlock_one(handle)
+    def unlock(self, handle: Node, above: Node | None = None) -> None:
+        """Take the caller's locks from the path away again."""
+        node = handle
+        while node is not above:
+            assert node.locks, "unlocked more often than locked"
+            node.locks -= 1
+            node.last_used = next(self._clock)
+            if node.locks == 0:
+                self.num_evictable += len(node.blocks)
+                self._offer(node)
+            node = node.parent
 
     def insert(self, tokens: list[int], blocks: list[int], handle: Node) -> Match:
         """Keep `blocks`, which hold the first len(blocks) * block_size of `tokens` (all full, all computed).
@@ -132,7 +144,7 @@ class RadixCache:
                 same = self._common(child, tokens, len(blocks))
                 node = child if same == len(child.blocks) else self._split(child, same)
                 run = node.blocks
-                self._lock_one(node)
+                self.lock(node, node.parent)
             node.last_used = now
             held += run
         return Match(held, len(held) * self.block_size, node)
@@ -148,8 +160,7 @@ class RadixCache:
             node.blocks += run
             node.depth += len(run)
             return node
-        child = Node(node, new, list(run), next(self._numbers))
-        child.locks = 1
+        child = Node(node, new, list(run), node.depth + len(run), next(self._numbers), locks=1)
         self._attach(child)
         return child
 
@@ -157,11 +168,12 @@ class RadixCache:
         """Move a lock up its path to where `depth` blocks lie above; returns that node, the caller's new handle."""
         node = handle
         while node.depth - len(node.blocks) >= depth and node.parent is not None:
-            node = self._unlock_one(node)
+            self.unlock(node, node.parent)
+            node = node.parent
         if node.depth > depth:
             lower = node
             node = self._split(lower, depth - (lower.depth - len(lower.blocks)))
-            self._unlock_one(lower)
+            self.unlock(lower, node)
         return node
 
     def withdraw(self, handle: Node) -> Node | None:
@@ -212,31 +224,14 @@ class RadixCache:
 
     # ---- the tree itself
 
-    def _lock_one(self, node: Node) -> None:
-        if node.parent is None:
-            self.roots[node.key] = node
-        if node.locks == 0:
-            self.num_evictable -= len(node.blocks)
-        node.locks += 1
-
-    def _unlock_one(self, node: Node) -> Node | None:
-        """One lock less on this node alone; returns its parent."""
-        assert node.locks, "unlocked more often than locked"
-        parent = node.parent
-        node.locks -= 1
-        node.last_used = next(self._clock)
-        if node.locks == 0:
-            self.num_evictable += len(node.blocks)
-            self._offer(node)
-        return parent
-
     def _split(self, node: Node, n: int) -> Node:
         """Cut a run after n blocks. The lower part stays the same object: sequences that stand on it keep their handle.
 
         before  parent ── node [a b c d]         after  parent ── upper [a b] ── node [c d]
         """
         size = self.block_size
-        upper = Node(node.parent, node.tokens[: n * size], node.blocks[:n], next(self._numbers))
+        depth = node.depth - len(node.blocks) + n
+        upper = Node(node.parent, node.tokens[: n * size], node.blocks[:n], depth, next(self._numbers))
         upper.locks, upper.last_used = node.locks, node.last_used
         self._attach(upper)  # takes the node's place under its parent: same first block, same key
         node.tokens, node.blocks, node.parent = node.tokens[n * size :], node.blocks[n:], upper
@@ -305,4 +300,11 @@ class HashCache(RadixCache):
         del node.parent.children[node.number]
 
 
-PREFIX_CACHES: dict[str, type[RadixCache]] = {"radix": RadixCache, "hash": HashCache}
+class NoCache(RadixCache):
+    """Keeps nothing, so that every prompt is computed: what the others are compared with."""
+
+    def insert(self, tokens: list[int], blocks: list[int], handle: Node) -> Match:
+        return Match(blocks, len(blocks) * self.block_size, handle)
+
+
+PREFIX_CACHES: dict[str, type[RadixCache]] = {"radix": RadixCache, "hash": HashCache, "none": NoCache}

@@ -19,7 +19,6 @@ Left out: scheduling and memory (scheduler.py, kv_paged.py), and how a token is 
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,23 +73,28 @@ class Delta:
 
 @dataclass(eq=False)  # two requests are never equal, whatever they hold
 class Request:
-    """A prompt and what is asked of it. `max_tokens` is what both the user and the context allow."""
+    """A prompt and what is asked of it."""
 
     id: int
+    seq: Sequence  # the one that computes the prompt
     prompt_ids: list[int]
     params: SamplingParams
-    max_tokens: int
     stop_ids: frozenset[int]  # end an answer: EOS unless ignored, and stop_token_ids
     tokenizer: Tokenizer
     prompt: str | None = None
     guide: Any = None  # the guide each answer starts from, if the output has a structure (structured.py)
     answers: list[Answer] = field(default_factory=list)
     search: Any = None  # the beam search that chooses this request's tokens (beam.py)
-    seq: Sequence | None = None  # the one that computes the prompt
     prompt_logprobs: list[Sampled | None] | None = None  # of each prompt token, if asked for; of the first, None
-    arrival: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
     finished_at: float | None = None
+
+    def __post_init__(self):
+        self.arrival = self.seq.arrival
+        self.max_tokens = self.seq.max_tokens  # what the user, the context and the pool allow
+        # How many answers are drawn: best_of of them, of which the n best are returned. A beam search draws none.
+        beams = self.params.beam_width and self.max_tokens
+        self.width = 1 if beams else self.params.best_of or self.params.n
 
     @property
     def finished(self) -> bool:
@@ -100,11 +104,6 @@ class Request:
     def num_cached_tokens(self) -> int:
         """Prompt tokens that the prefix cache had."""
         return self.seq.num_cached
-
-    @property
-    def width(self) -> int:
-        """How many answers are drawn: best_of of them, of which the n best are returned. A beam search draws none."""
-        return 1 if self.params.beam_width and self.max_tokens else self.params.best_of or self.params.n
 
     def score_prompt(self, positions: range, logits: torch.Tensor) -> None:
         """logits [len(positions), vocab]: the row at p says how likely the prompt's token p + 1 was.
@@ -126,36 +125,38 @@ class Request:
         answers = self.answers
         if self.width > self.params.n:  # best_of: the likeliest per token first
             answers = sorted(answers, key=lambda a: -a.cumulative_logprob / max(1, len(a.token_ids)))
-        return RequestOutput(
-            request_id=self.id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_ids,
-            prompt_logprobs=self.prompt_logprobs,
-            outputs=[answer.output(i) for i, answer in enumerate(answers[: self.params.n])],
-            num_cached_tokens=self.seq.num_cached,
-            ttft_s=self.first_token and self.first_token - self.arrival,
-            total_s=self.finished_at and self.finished_at - self.arrival,
-        )
+        outputs = [answer.output(i) for i, answer in enumerate(answers[: self.params.n])]
+        ttft_s = self.first_token and self.first_token - self.arrival
+        total_s = self.finished_at and self.finished_at - self.arrival
+        prompt = self.prompt, self.prompt_ids, self.prompt_logprobs
+        return RequestOutput(self.id, *prompt, outputs, self.seq.num_cached, ttft_s, total_s)
 
 
+@dataclass(eq=False, repr=False)
 class Answer:
     """One answer in the making: the engine appends tokens to its sequence and tells it; it returns deltas."""
 
-    def __init__(self, request: Request, index: int, seq: Sequence, sampler: SamplerState, guide=None):
-        self.request, self.index, self.seq, self.sampler, self.guide = request, index, seq, sampler, guide
-        self.guess_probs: list = []  # the distribution [V] that each guess was drawn from, for the rejection rule
-        self.num_guessed = self.num_right = 0  # of this step's draft: guesses (not forced), and those that were right
-        params = request.params
-        self.detokenizer = request.tokenizer.detokenizer(request.prompt_ids)
-        if guide is not None:  # a structured text begins afresh, even where the prompt breaks off in a character
+    request: Request
+    index: int
+    seq: Sequence
+    sampler: SamplerState
+    guide: Any = None
+    guess_probs: list = field(default_factory=list)  # the distribution [V] each guess was drawn from (speculative.py)
+    num_guessed: int = 0  # of this step's draft: guesses (not forced)
+    num_right: int = 0  # and those of them that were right
+    text: str = ""
+    logprobs: list[Sampled] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+    def __post_init__(self):
+        params = self.request.params
+        self.detokenizer = self.request.tokenizer.detokenizer(self.request.prompt_ids)
+        if self.guide is not None:  # a structured text begins afresh, even where the prompt breaks off in a character
             self.detokenizer.finish()
         self.stops = StopChecker(list(params.stop), params.include_stop_str_in_output) if params.stop else None
-        self.text = ""
-        self.logprobs: list[Sampled] = []
-        self.cumulative_logprob = 0.0
-        self.finish_reason: str | None = None
-        self.stop_reason: str | int | None = None
-        self.error: str | None = None
 
     @property
     def token_ids(self) -> list[int]:
@@ -236,13 +237,7 @@ class Answer:
 
     def output(self, index: int) -> CompletionOutput:
         params = self.request.params
-        return CompletionOutput(
-            index=index,
-            text=self.text,
-            token_ids=self.seq.output,
-            cumulative_logprob=self.cumulative_logprob if params.scored else None,
-            logprobs=self.logprobs if params.logprobs is not None else None,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-            error=self.error,
-        )
+        total = self.cumulative_logprob if params.scored else None
+        logprobs = self.logprobs if params.logprobs is not None else None
+        end = self.finish_reason, self.stop_reason, self.error
+        return CompletionOutput(index, self.text, self.seq.output, total, logprobs, *end)

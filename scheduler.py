@@ -21,15 +21,16 @@ from __future__ import annotations
 
 import runpy
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from itertools import count
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from kv_paged import BlockPool, BlockTables, blocks_needed
-from radix import Node, RadixCache
+from radix import NoCache, RadixCache
 
+POLICIES = ("fcfs", "priority", "lpm")  # "priority": the lower number also ranks better whatever its arrival
 PREEMPTIONS = ("recompute", "swap")
 WATERMARK = 0.01  # share of the pool that an admission leaves free, so that a newcomer is not preempted at once
 LPM_WINDOW = 32  # waiting sequences that lpm compares: comparing all of them every step would cost more than it saves
@@ -42,42 +43,56 @@ class RequestTooLong(ValueError):
     """A request that could never finish with this pool and context length."""
 
 
+class Rank(NamedTuple):
+    """Greater is better: who has run before goes first, then the earlier arrival. Relatives are neighbours."""
+
+    level: int
+    started: bool  # has been admitted at least once, or was forked from one that has
+    arrival: float
+    group: int
+    number: int
+
+
+by_rank = attrgetter("rank")
+
+
 @dataclass(eq=False)
 class Sequence:
     """One stream of tokens: the prompt, then whatever was decided, then `num_draft` tokens that are not decided yet.
 
-    priority: lower goes first (policy "priority"). namespace: what may share cached prefixes, e.g. ("lora", "x").
-    read_cache=False computes every prompt token, for callers that need all their logits. answer: the engine's own.
+    max_tokens: of the answer; None: as many as fit. priority: lower goes first (policy "priority"). width: how many
+    sequences of this length must run side by side, as beams do. namespace: what may share cached prefixes, e.g.
+    ("lora", "x"). read_cache=False computes every prompt token, for callers that need all their logits.
     """
 
     tokens: list[int]
-    max_tokens: int
+    max_tokens: int | None
     id: Hashable = None  # None: a number of its own
     priority: int = 0
     arrival: float = 0.0
     namespace: Hashable = None
     read_cache: bool = True
-    answer: Any = None
+    width: int = 1
+    answer: Any = None  # the engine's own
+    number: int = field(init=False, default_factory=_numbers.__next__)
+    block_table: list[int] = field(init=False, default_factory=list)
+
+    num_computed = 0  # tokens whose K and V are in the pool (or on the host)
+    num_draft = 0  # undecided tokens at the end: guesses, or forced tokens that nobody has accepted yet
+    num_cached = 0  # prompt tokens that the prefix cache had at the first admission
+    handle = None  # the node of the prefix cache it stands on, locked while set
+    state = "new"  # new, waiting, running, swapped, finished
+    host = None  # swapped: the copy of its blocks
+    rank = Rank(0, False, 0.0, 0, 0)
+    step = 0  # the last step it was given tokens in
+    preemptions = 0
+    lost = 0  # tokens computed before the last preemption by recompute
+    passed_over = 0  # by lpm, while it was the oldest
 
     def __post_init__(self):
-        self.number = next(_numbers)
-        if self.id is None:
-            self.id = self.number
         self.num_prompt = len(self.tokens)
-        self.num_computed = 0  # tokens whose K and V are in the pool (or on the host)
-        self.num_draft = 0  # undecided tokens at the end: guesses, or forced tokens that nobody has accepted yet
-        self.num_cached = 0  # prompt tokens that the prefix cache had at the first admission
-        self.block_table: list[int] = []
-        self.handle: Node | None = None  # the node of the prefix cache it stands on, locked while set
-        self.state = "new"  # new, waiting, running, swapped, finished
-        self.host: Any = None  # swapped: the copy of its blocks
+        self.id = self.number if self.id is None else self.id
         self.group = self.id  # id of the sequence that this one and its relatives were forked from
-        self.rank: tuple = ()  # (level, arrival, number of the first of its group, number): smaller is better
-        self.step = 0  # the last step it was given tokens in
-        self.started = False  # has been admitted at least once, or was forked from one that has
-        self.preemptions = 0
-        self.lost = 0  # tokens computed before the last preemption by recompute
-        self.passed_over = 0  # by lpm, while it was the oldest
 
     @property
     def num_new(self) -> int:
@@ -133,55 +148,13 @@ class Step:
         return " | ".join(out)
 
 
-class Waiting:
-    """The waiting sequences, the next one last: taking it costs the same with 100,000 behind it as with ten.
-
-    Who has run before goes first, then the better rank.
-    """
-
-    def __init__(self):
-        self._queue: list[tuple[tuple, Sequence]] = []  # sorted
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return (seq for _, seq in self._queue)
-
-    def _key(self, seq: Sequence) -> tuple:
-        level, arrival, first, number = seq.rank
-        return (-level, seq.started, -arrival, -first, -number)
-
-    def push(self, seq: Sequence) -> None:
-        insort(self._queue, (self._key(seq), seq))
-
-    def remove(self, seq: Sequence) -> None:
-        del self._queue[bisect_left(self._queue, (self._key(seq),))]
-
-    @property
-    def oldest(self) -> Sequence:
-        """The first in order."""
-        return self._queue[-1][1]
-
-    def first(self, n: int) -> list[Sequence]:
-        """The first n in order."""
-        return [seq for _, seq in self._queue[: -n - 1 : -1]]
-
-
-def in_order(waiting: Waiting, cache: RadixCache | None) -> Sequence:
-    return waiting.oldest
-
-
-def longest_prefix(waiting: Waiting, cache: RadixCache | None) -> Sequence:
-    """The one with the most cached tokens; the oldest after LPM_PATIENCE others went before it."""
-    oldest = waiting.oldest
-    if cache is None or oldest.started or oldest.passed_over >= LPM_PATIENCE:
+def longest_prefix(waiting: list[Sequence], cache: RadixCache) -> Sequence:
+    """Policy lpm: the one with the most cached tokens; the oldest after LPM_PATIENCE others went before it."""
+    oldest = waiting[-1]
+    if oldest.rank.started or oldest.passed_over >= LPM_PATIENCE:
         return oldest
-    return max(waiting.first(LPM_WINDOW), key=lambda s: cache.cached_length(s.tokens, s.namespace, len(s.tokens) - 1))
-
-
-# Who of the waiting is admitted next. By "priority" the lower number also ranks better whatever its arrival.
-POLICIES = {"fcfs": in_order, "priority": in_order, "lpm": longest_prefix}
+    first = waiting[: -LPM_WINDOW - 1 : -1]
+    return max(first, key=lambda s: cache.cached_length(s.tokens, s.namespace, len(s.tokens) - 1))
 
 
 class Scheduler:
@@ -210,15 +183,15 @@ class Scheduler:
                 f"chunked=False computes a prompt in one step, so max_num_batched_tokens={max_num_batched_tokens} must "
                 f"reach max_model_len={max_model_len}; raise the one, lower the other, or turn chunking on"
             )
-        self.tables = BlockTables(pool, cache)
-        self.pool, self.cache, self.block_size = pool, cache, pool.block_size
+        self.pool, self.cache, self.block_size = pool, cache or NoCache(pool), pool.block_size
+        self.tables = BlockTables(pool, self.cache)
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_model_len, self.policy = max_model_len, policy
         self.preemption, self.chunked = preemption, chunked
         self.reserve_blocks = int(WATERMARK * pool.total)
         self.sequences: dict[Hashable, Sequence] = {}  # every sequence not finished
-        self.running: list[Sequence] = []  # in order of rank
-        self.waiting = Waiting()
+        self.running: list[Sequence] = []  # in order of rank, the best last
+        self.waiting: list[Sequence] = []  # too: taking the best costs the same with 100,000 behind it as with ten
         self._filled: list[Sequence] = []  # have full blocks the cache has not been offered
         self.steps = self.preemptions = self.swaps = self.copies = 0
         self.prompt_tokens = self.hit_tokens = self.recomputed_tokens = 0
@@ -227,23 +200,27 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence. Raises RequestTooLong if it could never finish, even alone in the empty pool."""
-        assert seq.state == "new" and seq.id not in self.sequences and seq.tokens and seq.max_tokens >= 1
-        if seq.num_prompt >= self.max_model_len:
+        assert seq.state == "new" and seq.id not in self.sequences and seq.tokens
+        room, capacity = self.max_model_len - seq.num_prompt, self.pool.total * self.block_size
+        if room < 1:
             raise RequestTooLong(
                 f"prompt of {seq.num_prompt} tokens leaves no room for an answer in a context of max_model_len="
                 f"{self.max_model_len}; at most {self.max_model_len - 1} fit"
             )
-        slots = min(seq.num_prompt + seq.max_tokens, self.max_model_len) - 1  # its last token is never computed
-        capacity = self.pool.total * self.block_size
-        if slots > capacity:
+        most = max(1, capacity + 1 - seq.num_prompt) if seq.max_tokens is None else seq.max_tokens
+        seq.max_tokens = min(most, room)
+        slots = seq.num_prompt + max(1, seq.max_tokens) - 1  # the last token is never computed
+        if seq.width > self.max_num_seqs or seq.width * blocks_needed(slots, self.block_size) > self.pool.total:
+            beams = f" for each of {seq.width} beams (max_num_seqs={self.max_num_seqs})" if seq.width > 1 else ""
             raise RequestTooLong(
-                f"prompt of {seq.num_prompt} tokens with max_tokens={seq.max_tokens} needs KV memory for {slots} "
-                f"tokens, but the whole pool holds {capacity}; lower max_tokens or max_model_len, or raise --kv-memory"
+                f"prompt of {seq.num_prompt} tokens with max_tokens={seq.max_tokens} needs KV memory for {slots} tokens"
+                f"{beams}, but the whole pool holds {capacity}; lower max_tokens{beams and ', beam_width'} or "
+                f"max_model_len, or raise --kv-memory{beams and ' or max_num_seqs'}"
             )
         self.sequences[seq.id] = seq
-        level = seq.priority if self.policy == "priority" else 0
-        seq.rank, seq.state = (level, seq.arrival, seq.number, seq.number), "waiting"
-        self.waiting.push(seq)
+        level = -seq.priority if self.policy == "priority" else 0
+        seq.rank, seq.state = Rank(level, False, -seq.arrival, -seq.number, -seq.number), "waiting"
+        insort(self.waiting, seq, key=by_rank)
 
     def finish(self, seq: Sequence, keep: bool = True) -> None:
         """End a sequence at any moment; with `keep` the cache gets its full blocks. Ended already: nothing happens."""
@@ -254,7 +231,7 @@ class Scheduler:
             self.running.remove(seq)
             self.tables.release(seq, keep)
         else:
-            self.waiting.remove(seq)
+            self._unqueue(seq)
         seq.state, seq.host = "finished", None
 
     def fail(self, step: Step) -> list[Sequence]:
@@ -275,15 +252,14 @@ class Scheduler:
         """
         child = replace(seq, tokens=list(seq.tokens), id=None)
         child.num_prompt, child.num_draft, child.num_cached = seq.num_prompt, seq.num_draft, seq.num_cached
-        child.group, child.rank = seq.group, (*seq.rank[:3], child.number)  # relatives are neighbours in rank
-        child.started = seq.started
+        child.group, child.rank = seq.group, seq.rank._replace(number=-child.number)
         self.sequences[child.id] = child
         if self._can_share(seq):
             self.tables.fork(seq, child)
             self._run(child)
         else:
             child.state = "waiting"
-            self.waiting.push(child)
+            insort(self.waiting, child, key=by_rank)
         return child
 
     def _can_share(self, parent: Sequence) -> bool:
@@ -328,14 +304,15 @@ class Scheduler:
                 self._preempt(seq, step)
             self._admit(step)
         assert step.entries or not self.waiting, "a sequence was extended beyond what add() allowed"
-        step.balance = (self.pool.num_free, self.tables.cached, self.pool.total, len(self.running), len(self.waiting))
+        free, cached = self.pool.num_free, self.cache.num_evictable
+        step.balance = (free, cached, self.pool.total, len(self.running), len(self.waiting))
         return step
 
     def _decode(self, step: Step) -> list[Sequence]:
-        """Every running sequence that lacks only its last token and the draft behind it, by rank. Returns the others
-        that lack tokens. A sequence that lacks none keeps its blocks and waits, as a beam does for the others."""
+        """Every running sequence that lacks only its last token and the draft behind it, the best first. Returns those
+        that lack more. A sequence that lacks none keeps its blocks and waits, as a beam does for the others."""
         size, refs, behind = self.block_size, self.pool.refs, []
-        for seq in self.running[:]:  # a copy, since some of them may be preempted
+        for seq in self.running[::-1]:  # a copy, since some of them may be preempted
             table, start = seq.block_table, seq.num_computed
             n = len(seq.tokens) - start
             if n - seq.num_draft > 1:
@@ -355,7 +332,7 @@ class Scheduler:
         if not step.budget or seq.state != "running":
             return
         while (room := self.tables.room(seq)) < 1:
-            victim = next((s for s in reversed(self.running) if s.step != step.number), seq)
+            victim = next((s for s in self.running if s.step != step.number), seq)
             if victim is seq:
                 step.stalled = True
                 return
@@ -380,22 +357,25 @@ class Scheduler:
         seq.preemptions += 1
         self.preemptions += 1
         step.preempted.append(seq)
-        self.waiting.push(seq)
+        insort(self.waiting, seq, key=by_rank)
 
     def _lowest_ranked(self) -> list[Sequence]:
-        return self.running[-1:]
+        return self.running[:1]
+
+    def _unqueue(self, seq: Sequence) -> None:
+        del self.waiting[bisect_left(self.waiting, seq.rank, key=by_rank)]
 
     def _admit(self, step: Step) -> None:
         """Start waiting sequences while batch slots, tokens and blocks last; one that does not fit holds up all."""
         while self.waiting and step.budget and len(self.running) < self.max_num_seqs:
-            if not self._start(POLICIES[self.policy](self.waiting, self.cache), step):
+            best = longest_prefix(self.waiting, self.cache) if self.policy == "lpm" else self.waiting[-1]
+            if not self._start(best, step):
                 return
 
     def _start(self, seq: Sequence, step: Step) -> bool:
         """Give a waiting sequence its blocks and its first tokens; False if it must go on waiting."""
         match = self.tables.find(seq)
-        cached = match.n_tokens if match else 0
-        computed = seq.num_computed if seq.state == "swapped" else cached
+        computed = seq.num_computed if seq.state == "swapped" else match.n_tokens
         missing = len(seq.tokens) - computed
         n = min(missing, step.budget)
         if not self.chunked and n < missing:
@@ -403,35 +383,33 @@ class Scheduler:
         reserve = self.reserve_blocks if step.entries else 0  # with nobody else in the step, nobody is disturbed
         if not self.tables.start(seq, match, computed + n, reserve):
             return False
-        self.waiting.oldest.passed_over += self.waiting.oldest is not seq
-        self.waiting.remove(seq)
+        self.waiting[-1].passed_over += self.waiting[-1] is not seq
+        self._unqueue(seq)
         if seq.state == "swapped":
             step.swap_in.append((seq, seq.block_table[: blocks_needed(computed, self.block_size)]))
-        elif seq.started:
-            self.recomputed_tokens += max(0, seq.lost - cached)
+        elif seq.rank.started:
+            self.recomputed_tokens += max(0, seq.lost - computed)
         else:
-            seq.started, seq.num_cached = True, cached
+            seq.rank, seq.num_cached = seq.rank._replace(started=True), computed
             self.prompt_tokens += seq.num_prompt
-            self.hit_tokens += cached
+            self.hit_tokens += computed
         seq.num_computed = computed
-        step.cached.append((seq, cached))
+        step.cached.append((seq, match.n_tokens))
         self._run(seq)
         step.add(seq, n)
         return True
 
     def _run(self, seq: Sequence) -> None:
         seq.state = "running"
-        insort(self.running, seq, key=attrgetter("rank"))
+        insort(self.running, seq, key=by_rank)
 
     # ---- after a step
 
     def computed(self, step: Step) -> None:
         """The step ran: its tokens have K and V now. (If a sequence ended meanwhile, nobody reads its count.)"""
-        size, caching = self.block_size, self.cache is not None
         for seq, n in step.entries:
-            before = seq.num_computed
-            seq.num_computed = after = before + n
-            if caching and before // size != after // size:
+            before, seq.num_computed = seq.num_computed, seq.num_computed + n
+            if before // self.block_size != seq.num_computed // self.block_size:
                 self._filled.append(seq)
 
     def has_unfinished(self) -> bool:
@@ -439,7 +417,7 @@ class Scheduler:
 
     def drop_cache(self) -> int:
         """Forget every cached block that no sequence uses; returns how many."""
-        return self.cache.evict(self.tables.cached) if self.cache is not None else 0
+        return self.cache.evict(self.cache.num_evictable)
 
     def stats(self) -> dict[str, int]:
         """The pool's balance now (BlockTables.balance) and counters since the start."""
@@ -451,7 +429,7 @@ class Scheduler:
             "waiting": len(self.waiting),
             "swapped_blocks": sum(blocks_needed(seq.num_computed, self.block_size) for seq in swapped),
             **{name: getattr(self, name) for name in counters},
-            "evicted_blocks": self.cache.evicted if self.cache is not None else 0,
+            "evicted_blocks": self.cache.evicted,
         }
 
 

@@ -239,7 +239,7 @@ def megabytes(nbytes: float) -> float:
 
 def counting_scheduler(num_blocks: int, block_size: int, prefix_cache: str = "none", **switches) -> Watched:
     pool = BlockPool(num_blocks + 1, block_size)
-    cache = None if prefix_cache == "none" else PREFIX_CACHES[prefix_cache](pool)
+    cache = PREFIX_CACHES[prefix_cache](pool)
     base = scheduler_class(switches.pop("batching", "continuous"), switches.pop("reserve", "paged"))
     return type("Watched", (Watched, base), {})(pool, cache, **switches)
 

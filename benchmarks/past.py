@@ -14,6 +14,7 @@ both. Left out: padding a batch to a rectangle (benchmarks/scheduling.py).
 from __future__ import annotations
 
 from kv_paged import BlockPool, BlockTables, blocks_needed
+from radix import NoCache
 from scheduler import Scheduler, Sequence, Step
 
 BATCHINGS, RESERVES = ("continuous", "static"), ("paged", "contiguous")
@@ -27,22 +28,21 @@ class StaticScheduler(Scheduler):
     def _admit(self, step: Step) -> None:
         self.filling = self.filling or not self.running
         super()._admit(step)
-        self.filling = self.filling and step.budget == 0 and len(self.waiting) > 0  # only want of tokens leaves it open
+        self.filling = self.filling and step.budget == 0 and bool(self.waiting)  # only want of tokens leaves it open
 
     def _start(self, seq: Sequence, step: Step) -> bool:
-        return (self.filling or seq.started) and super()._start(seq, step)
+        return (self.filling or seq.rank.started) and super()._start(seq, step)
 
 
 class SlabTables(BlockTables):
     """Adjacent blocks for a sequence's greatest length, taken at its start: nothing grows and nothing is shared."""
 
-    def __init__(self, pool: BlockPool, max_model_len: int):
-        super().__init__(pool, None)
-        self.max_model_len = max_model_len
-
     def start(self, seq: Sequence, match, n_tokens: int, reserve: int = 0) -> bool:
-        slots = min(seq.num_prompt + seq.max_tokens, self.max_model_len) - 1
+        slots = seq.num_prompt + seq.max_tokens - 1
         seq.block_table = allocate_run(self.pool, blocks_needed(slots, self.block_size))
+        if seq.block_table:
+            self.cache.lock(match.handle)
+            seq.handle = match.handle
         return bool(seq.block_table)
 
     def room(self, seq: Sequence) -> int:
@@ -56,10 +56,10 @@ class SlabScheduler(Scheduler):
     """Gives each sequence a slab. A fork starts as if preempted."""
 
     def __init__(self, pool: BlockPool, cache=None, *limits, **switches):
-        if cache is not None:
-            raise ValueError('reserve="contiguous" cannot share blocks; turn the prefix cache off (cache=None)')
-        super().__init__(pool, None, *limits, **switches)
-        self.tables = SlabTables(pool, self.max_model_len)
+        if not isinstance(cache, NoCache | None):
+            raise ValueError('reserve="contiguous" cannot share blocks; turn the prefix cache off')
+        super().__init__(pool, cache, *limits, **switches)
+        self.tables = SlabTables(pool, self.cache)
 
     def _can_share(self, parent: Sequence) -> bool:
         return False

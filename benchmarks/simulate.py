@@ -130,7 +130,7 @@ class Simulation:
         pool = BlockPool(args.num_blocks, args.block_size)
         self.scheduler = scheduler_class(args.batching, args.reserve)(
             pool,
-            PREFIX_CACHES[args.prefix_cache](pool) if args.prefix_cache != "none" else None,
+            PREFIX_CACHES[args.prefix_cache](pool),
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
             max_model_len=args.max_model_len,
@@ -313,7 +313,7 @@ FLAGS = {  # flag: (default, least, most, help); nan lies outside all of them
 }
 CHOICES = {
     "policy": list(POLICIES),
-    "prefix-cache": [*PREFIX_CACHES, "none"],
+    "prefix-cache": list(PREFIX_CACHES),
     "preemption": PREEMPTIONS,
     "batching": BATCHINGS,
     "reserve": RESERVES,

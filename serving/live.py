@@ -82,7 +82,7 @@ def tree_rows(served: Served) -> list[dict]:
         for child in sorted(node["children"], key=lambda child: -child["last_used"]):
             visit(child, depth + 1, tokenizer.decode(child["tokens"], skip_special_tokens=False))
 
-    for root in cache.snapshot(12) if cache is not None else []:
+    for root in cache.snapshot(12):
         visit(root, 0, "root" if root["namespace"] is None else f"root {root['namespace']}")
     return rows
 
@@ -122,7 +122,7 @@ class Recorder:
             "seats": scheduler.max_num_seqs,
             "steps": [row for row in self.rows if row["number"] > seen],
             "refs": "".join(str(min(count, 9)) for count in scheduler.pool.refs),
-            "sequences": [sequence_row(s) for s in [*scheduler.running, *scheduler.waiting.first(QUEUE_SHOWN)]],
+            "sequences": [sequence_row(s) for s in scheduler.running[::-1] + scheduler.waiting[-QUEUE_SHOWN:][::-1]],
             "tree": tree_rows(self.served),
             "stats": self.served.llm.stats() | {"generated_tokens": generated},
         }

@@ -41,7 +41,7 @@ class FakeEngine:
         self, num_blocks=12, block_size=4, cache="radix", batching="continuous", reserve="paged", watermark=0, **options
     ):
         self.pool = BlockPool(num_blocks, block_size)
-        self.cache = PREFIX_CACHES[cache](self.pool) if cache else None
+        self.cache = PREFIX_CACHES[cache or "none"](self.pool)
         self.scheduler = scheduler_class(batching, reserve)(self.pool, self.cache, **options)
         self.scheduler.reserve_blocks = int(watermark * self.pool.total)
         self.slots = {}  # slot -> fingerprint
@@ -113,7 +113,7 @@ class FakeEngine:
         assert len({seq for seq, _ in step.entries}) == len(step.entries), "a sequence twice in one step"
         assert step.num_tokens <= scheduler.max_num_batched_tokens and len(step.entries) <= scheduler.max_num_seqs
         for victim in step.preempted:
-            assert any(seq.rank <= victim.rank for seq in scheduler.running), "preempted for nobody better"
+            assert any(seq.rank >= victim.rank for seq in scheduler.running), "preempted for nobody better"
         assert all(len(blocks) == len(seq.host) for seq, blocks in step.swap_in), "swapped in, but not all of it"
         assert step.describe()
         if not fails:
@@ -218,7 +218,7 @@ class FakeEngine:
         running = [seq for seq in scheduler.sequences.values() if seq.state == "running"]
         queued = [seq for seq in scheduler.sequences.values() if seq.state in ("waiting", "swapped")]
         assert set(running) == set(scheduler.running) and len(running) == len(scheduler.running)
-        assert set(queued) == set(scheduler.waiting) and len(scheduler.waiting) == len(queued)
+        assert scheduler.waiting == sorted(queued, key=lambda seq: seq.rank)
         assert len(running) + len(queued) == len(scheduler.sequences)
         assert all(not seq.block_table and seq.handle is None for seq in queued)
         assert scheduler.running == sorted(running, key=lambda seq: seq.rank)
@@ -229,7 +229,7 @@ class FakeEngine:
             for block in seq.block_table:
                 owners[block] += 1
         in_use = {block for block in range(pool.num_blocks) if owners[block]}
-        in_cache = check_cache(self.cache, running) if self.cache else set()
+        in_cache = check_cache(self.cache, running)
         for block in in_cache:
             owners[block] += 1
         assert owners[1:] == pool.refs[1:]
@@ -250,7 +250,7 @@ class FakeEngine:
         """Nothing left: every block comes back once the cache is dropped."""
         self.scheduler.drop_cache()
         assert self.pool.num_free == self.pool.total
-        assert self.cache is None or (self.cache.num_blocks == 0 and not self.cache.roots)
+        assert self.cache.num_blocks == 0 and not self.cache.roots
 
 
 def check_cache(cache, sequences):

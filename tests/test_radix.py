@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kv_paged import BlockPool, OutOfBlocks
-from radix import PREFIX_CACHES, HashCache, RadixCache
+from radix import HashCache, RadixCache
 
 
 class SameHash(HashCache):
     hash_function = staticmethod(lambda key: 7)
 
 
-KINDS = {**PREFIX_CACHES, "same hash": SameHash}
+CACHES = {"radix": RadixCache, "hash": HashCache}
+KINDS = {**CACHES, "same hash": SameHash}
 NAMESPACES = [None, None, ("lora", "x"), ("salt", "x"), "x"]
 
 
@@ -218,10 +219,10 @@ def test_equal_hashes_and_equal_low_bits_are_not_equal_tokens(kind):
     assert cache.match([1, 2, 3, 260]).blocks == [] == cache.match([9, 9, 9, 9, *first]).blocks
 
 
-@pytest.mark.parametrize("kind", PREFIX_CACHES)
+@pytest.mark.parametrize("kind", CACHES)
 def test_least_recently_used_leaves_go_first_from_the_end(kind):
     pool = BlockPool(16, 1)
-    cache = PREFIX_CACHES[kind](pool)
+    cache = CACHES[kind](pool)
     for tokens in ([1, 2, 3], [1, 2, 4], [7, 8]):
         blocks = pool.allocate(len(tokens))
         keep(cache, tokens, blocks)
@@ -238,10 +239,10 @@ def test_least_recently_used_leaves_go_first_from_the_end(kind):
     assert cache.evict(10) == 1 and pool.num_free == pool.total
 
 
-@pytest.mark.parametrize("kind", PREFIX_CACHES)
+@pytest.mark.parametrize("kind", CACHES)
 def test_to_leave_a_path_is_to_use_it(kind):
     pool = BlockPool(8, 1)
-    cache = PREFIX_CACHES[kind](pool)
+    cache = CACHES[kind](pool)
     for token in (1, 2):
         keep(cache, [token], pool.allocate(1))
     held = lock(cache, [1])
@@ -268,9 +269,9 @@ def test_decoding_grows_one_leaf_and_a_branch_splits_it():
     assert sorted((child["n_tokens"], child["locks"]) for child in stem["children"]) == [(2, 0), (6, 1)]
 
 
-@pytest.mark.parametrize("kind", PREFIX_CACHES)
+@pytest.mark.parametrize("kind", CACHES)
 def test_one_unlock_too_many_is_a_bug(kind):
-    cache = PREFIX_CACHES[kind](BlockPool(4, 2))
+    cache = CACHES[kind](BlockPool(4, 2))
     handle = lock(cache, [])
     cache.unlock(handle)
     with pytest.raises(AssertionError, match="unlocked more often than locked"):

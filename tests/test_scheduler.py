@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from benchmarks.past import scheduler_class
 from kv_paged import BlockPool, BlockTables
 from radix import PREFIX_CACHES
-from scheduler import LPM_PATIENCE, LPM_WINDOW, RequestTooLong, Scheduler, Sequence, Waiting
+from scheduler import LPM_PATIENCE, LPM_WINDOW, RequestTooLong, Scheduler, Sequence
 
 
 def ids(entries):
@@ -20,7 +20,7 @@ def ids(entries):
 
 def scheduler_of(num_blocks=33, block_size=4, cache=None, make=Scheduler, **options):
     pool = BlockPool(num_blocks, block_size)
-    return make(pool, PREFIX_CACHES[cache](pool) if cache else None, **options)
+    return make(pool, PREFIX_CACHES[cache or "none"](pool), **options)
 
 
 def run_step(scheduler, token=0):
@@ -112,7 +112,7 @@ def test_the_youngest_is_preempted_first_and_returns_first():
     assert [seq.id for seq in step.preempted] == ["d", "c"] and ids(step.entries) == [("a", 1), ("b", 1)]
     assert "preempt d (recompute)" in step.describe() and scheduler.stats()["free"] == 1
     scheduler.add(Sequence([1], 1, id="e", arrival=-1.0))  # "older" than all, but c and d have run before
-    assert [seq.id for seq in scheduler.waiting.first(3)] == ["c", "d", "e"]
+    assert [seq.id for seq in scheduler.waiting] == ["e", "d", "c"]
     scheduler.finish(scheduler.sequences["a"])
     assert ids(run_step(scheduler).entries) == [("b", 1), ("c", 9)]  # d needs two blocks, one is free: e waits too
     scheduler.finish(scheduler.sequences["b"])
@@ -246,23 +246,6 @@ def test_planning_looks_at_a_bounded_part_of_the_queue(monkeypatch):
         assert bool(most) <= len(looks) <= most
 
 
-def test_the_waiting_queue_in_order_of_rank():
-    queue = Waiting()
-    sequences = [Sequence([1], 1) for _ in range(500)]
-    for i, seq in enumerate(sequences):
-        seq.rank = (i * 7 % 500 // 100, float(i * 7 % 500), seq.number, seq.number)
-        queue.push(seq)
-    order = [sequences[i] for i in sorted(range(500), key=lambda i: i * 7 % 500)]
-    assert queue.first(9) == order[:9] and len(queue) == 500
-    for seq in order[1:400]:
-        queue.remove(seq)
-    assert queue.first(3) == [order[0], *order[400:402]] and set(queue) == {order[0], *order[400:]}
-    queue.remove(order[450])
-    order[450].started = True  # has run before: goes before the others of its level
-    queue.push(order[450])
-    assert queue.first(3) == [order[0], order[450], order[400]]
-
-
 def test_static_batching_lets_nobody_in_until_all_are_out():
     scheduler = scheduler_of(max_num_seqs=2, max_num_batched_tokens=64, make=scheduler_class("static"))
     for i in range(3):
@@ -353,7 +336,7 @@ def test_a_fork_without_a_batch_slot_waits_at_the_head_and_catches_up():
     seq, other = engine.add([1] * 9, 6), engine.add([2] * 9, 2)
     engine.step()
     child = engine.fork(seq, salt=5)
-    assert child.state == "waiting" and child.num_prompt == 9 and engine.scheduler.waiting.first(1) == [child]
+    assert child.state == "waiting" and child.num_prompt == 9 and engine.scheduler.waiting[-1] is child
     engine.run()
     assert engine.done == [seq, child, other] and len(child.tokens) == 15
 
