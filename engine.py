@@ -26,6 +26,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Hashable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ import kernels
 from beam import BeamSearch
 from compiled import ModelRunner
 from formats.command_line import warn
+from formats.fields import ParameterError
 from model import Batch
 from request import Answer, Delta, Request
 from sampling import Sampled, SamplerState, SamplingParams, prompt_logprobs, sample
@@ -92,15 +94,10 @@ class Engine:
         """Queue a request. Raises ValueError, with nothing queued, if it could never be served."""
         self._check(prompt_ids, params, priority, namespace)
         guide = self.guides.answer(params, prompt_ids) if params.structured else None
-        seq = Sequence(
-            list(prompt_ids),
-            params.max_tokens,
-            priority=priority,
-            arrival=time.perf_counter(),
-            namespace=None if namespace is None else (type(namespace), namespace),  # 1, True and 1.0 are equal
-            read_cache=params.prompt_logprobs is None,  # a cached prompt token has no logits to score
-            width=params.beam_width or 1,
-        )
+        key = None if namespace is None else (type(namespace), namespace)  # 1, True and 1.0 are equal
+        seq = Sequence(list(prompt_ids), params.max_tokens, None, priority, time.perf_counter(), key)
+        seq.read_cache = params.prompt_logprobs is None  # a cached prompt token has no logits to score
+        seq.width = params.beam_width or 1
         self.scheduler.add(seq)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
         request = Request(next(self.ids), seq, list(prompt_ids), params, stop_ids, self.tokenizer, prompt, guide)
@@ -129,16 +126,17 @@ class Engine:
         vocab = self.model.config.vocab_size
         if not prompt_ids:
             raise ValueError("prompt is empty: give at least one token (this tokenizer adds no BOS of its own)")
-        for token in prompt_ids:
-            if type(token) is not int or not 0 <= token < vocab:
-                raise ValueError(f"prompt token {token!r} is not an id of this model: ids are integers below {vocab}")
+        ids = {"prompt": prompt_ids, "logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
+        for name, tokens in ids.items():
+            for token in tokens:
+                if type(token) is not int or not 0 <= token < vocab:
+                    raise ParameterError(name, token, f"a token id: an integer from 0 to {vocab - 1}")
         if type(priority) is not int:
             raise ValueError(f"priority={priority!r}: must be an integer, since requests are ordered by it")
         try:
             hash(namespace)
         except TypeError:
             raise ValueError(f"namespace={namespace!r}: must be hashable, such as a text") from None
-        params.check_vocab(vocab)
         if params.beam_width and params.stop:
             raise ValueError(f"stop={params.stop} with beam_width: a beam search ends at tokens; use stop_token_ids")
 
@@ -179,8 +177,10 @@ class Engine:
         """Forget a step that is on its way; here there is none."""
 
     def plan(self) -> Step:
-        self.drafts.extend(self.scheduler.running[::-1])
         self.rows.clear()
+        self.drafts.drafted = []
+        if self.speculator is not None or self.drafts.jumping:
+            self.drafts.extend(self.scheduler.running[::-1])
         step = self.scheduler.schedule()
         if self.drafts.drafted:
             self.drafts.trim(step, self.scheduler)
@@ -288,7 +288,9 @@ class Engine:
             self._end(request, reason, error, deltas)
             return False
         try:
-            right = self.drafts.settle(answer, result.token, self.scheduler)
+            right = answer.seq.num_draft > 0 and self.drafts.verify(answer, result.token, self.scheduler)
+            if not right:
+                answer.seq.tokens.append(result.token)
             deltas.append(answer.accept(result))
         except Exception as error:
             self.fail([request], error, deltas)
@@ -352,14 +354,14 @@ def lay_out(step: Step, block_size: int, device, rows: list[range] | None = None
 
     rows: for each entry the positions whose logits are wanted, if its answer does not say so.
     """
-    tokens, positions, slots, starts, logit_rows, tables, lens, computed = [], [], [], [0], [], [], [], []
+    tokens, positions, slots, starts, tables, lens, logit_rows, computed = [], [], [], [0], [], [], [], []
     for i, (seq, n) in enumerate(step.entries):
         start, end, table = seq.num_computed, seq.num_computed + n, seq.block_table
         read = seq.answer.rows_wanted(end) if rows is None else rows[i]
         if read:
-            first = len(logit_rows)
-            logit_rows += range(starts[-1] + read.start - start, starts[-1] + read.stop - start)
-            computed.append(Computed(seq.answer, read, first, len(logit_rows) - 1))
+            row = starts[-1] - start  # of the run, at position 0
+            computed.append(Computed(seq.answer, read, len(logit_rows), len(logit_rows) + len(read) - 1))
+            logit_rows += range(row + read.start, row + read.stop)
         tokens += seq.tokens[start:end]
         positions += range(start, end)
         for p in range(start, end):
@@ -373,15 +375,7 @@ def lay_out(step: Step, block_size: int, device, rows: list[range] | None = None
     width = max(2, len(max(tables, key=len)))
     for s, table in enumerate(tables):
         tables[s] = table + [0] * (width - len(table))
-    flat = torch.tensor([tokens, positions, slots], device=device).unbind()  # int64 [T] each
-    batch = Batch(
-        tokens=flat[0],
-        positions=flat[1],
-        slot_mapping=flat[2],
-        block_tables=torch.tensor(tables, dtype=torch.int32, device=device),  # [S, width]
-        query_start=torch.tensor(starts, dtype=torch.int32, device=device),  # [S + 1]
-        context_lens=torch.tensor(lens, dtype=torch.int32, device=device),  # [S]
-        logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),  # [R]
-        one_each=one_each,
-    )
-    return batch, computed
+    flat = torch.tensor([tokens, positions, slots], device=device)  # int64 [3, T]
+    int32 = partial(torch.tensor, dtype=torch.int32, device=device)
+    rows_read = torch.tensor(logit_rows, dtype=torch.int64, device=device)
+    return Batch(*flat.unbind(), int32(tables), int32(starts), int32(lens), rows_read, one_each), computed

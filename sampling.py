@@ -135,13 +135,6 @@ class SamplingParams:
         """Whether the log-probability of each token is needed, to report it or to choose among best_of."""
         return self.logprobs is not None or self.best_of is not None
 
-    def check_vocab(self, vocab_size: int) -> None:
-        """Refuse token ids the model does not have; vocab_size is the model's, padded ids included."""
-        for name, tokens in {"logit_bias": self.logit_bias, "stop_token_ids": self.stop_token_ids}.items():
-            for token in tokens:
-                if token >= vocab_size:
-                    raise ParameterError(name, token, f"a token id below the vocabulary size {vocab_size}")
-
 
 class NonFiniteLogits(ValueError):
     """The model's logits of one row hold NaN or +inf, or -inf only: no token of it means anything."""

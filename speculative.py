@@ -132,9 +132,6 @@ class Drafts:
 
     def extend(self, running: list) -> None:
         """Let sequences that only lack their last token carry a draft behind it."""
-        self.drafted = []
-        if not self.jumping and self.speculator is None:
-            return
         self.jumping = {answer for answer in self.jumping if answer.forced and answer.finish_reason is None}
         able = [seq.answer for seq in running if seq.num_new == 1 and seq.answer.sampler.n_output]
         able = [answer for answer in able if answer.request.search is None]
@@ -160,21 +157,16 @@ class Drafts:
             scheduler.truncate(seq, max(decided, computed))
             answer.num_guessed = min(answer.num_guessed, seq.num_draft)
 
-    def settle(self, answer: Answer, token: int, scheduler: Scheduler) -> bool:
-        """`token` follows. It becomes the next decided one of the sequence; a draft that had another one is gone.
-
-        Returns whether the draft had it, so that the row behind it holds good as well.
-        """
+    def verify(self, answer: Answer, token: int, scheduler: Scheduler) -> bool:
+        """Whether the draft of an answer has the `token` that follows: then it is decided, else the draft is gone."""
         seq = answer.seq
-        if seq.num_draft:
-            first = len(seq.tokens) - seq.num_draft
-            if seq.tokens[first] == token:
-                seq.num_draft -= 1
-                answer.num_right += 1
-                return True
-            scheduler.truncate(seq, first)
-            answer.guess_probs = []
-        seq.tokens.append(token)
+        first = len(seq.tokens) - seq.num_draft
+        if seq.tokens[first] == token:
+            seq.num_draft -= 1
+            answer.num_right += 1
+            return True
+        scheduler.truncate(seq, first)
+        answer.guess_probs = []
         return False
 
     def observe(self) -> None:

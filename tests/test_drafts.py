@@ -66,8 +66,8 @@ def test_the_picture():
     assert compute(drafts, scheduler) == [answer]
     assert answer.seq.tokens == [THE, CAT, SAT, ON, HIS], "the budget of four has no row for the hat"
     assert answer.seq.num_draft == answer.num_guessed == answer.rows_read() == 3
-    assert [drafts.settle(answer, token, scheduler) for token in (SAT, ON, THE)] == [True, True, False]
-    assert answer.seq.tokens == [THE, CAT, SAT, ON, THE] and answer.seq.num_computed == 4 and answer.seq.num_draft == 0
+    assert [drafts.verify(answer, token, scheduler) for token in (SAT, ON, THE)] == [True, True, False]
+    assert answer.seq.tokens == [THE, CAT, SAT, ON] and answer.seq.num_computed == 4 and answer.seq.num_draft == 0
     assert len(answer.seq.block_table) == 2, "the page of what was wrong is free again"
     drafts.observe()
     assert guesser.seen == [(3, 2)]

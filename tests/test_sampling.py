@@ -169,15 +169,6 @@ def test_a_schema_nested_beyond_reason_is_refused():
         SamplingParams(json_schema='{"items": ' * 200_000 + "{}" + "}" * 200_000)
 
 
-def test_token_ids_beyond_the_vocabulary_are_refused_before_scheduling():
-    SamplingParams(logit_bias={}, stop_token_ids=[]).check_vocab(100)
-    SamplingParams(logit_bias={"99": 5}, stop_token_ids=[99]).check_vocab(100)
-    with pytest.raises(ParameterError, match=r"logit_bias=999999.*below the vocabulary size 100"):
-        SamplingParams(logit_bias={"999999": 5}).check_vocab(100)
-    with pytest.raises(ParameterError, match=r"stop_token_ids=100.*below the vocabulary size 100"):
-        SamplingParams(stop_token_ids=[5, 100]).check_vocab(100)
-
-
 # The rules are what is in the list
 
 EVEN = Rule((), sampling.WEIGHTS, lambda weights, row, state: weights * (torch.arange(len(weights)) % 2 == 0))
