@@ -177,10 +177,10 @@ class Engine:
         """Forget a step that is on its way; here there is none."""
 
     def plan(self) -> Step:
-        self.rows.clear()
         self.drafts.drafted = []
         if self.speculator is not None or self.drafts.jumping:
-            self.drafts.extend(self.scheduler.running[::-1])
+            self.drafts.extend(self.scheduler.running[::-1])  # a trained head reads self.rows
+        self.rows.clear()
         step = self.scheduler.schedule()
         if self.drafts.drafted:
             self.drafts.trim(step, self.scheduler)
