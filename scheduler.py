@@ -28,7 +28,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from kv_paged import BlockPool, BlockTables, blocks_needed
-from radix import NoCache, RadixCache
+from radix import NoCache, Node, RadixCache
 
 POLICIES = ("fcfs", "priority", "lpm")  # "priority": the lower number also ranks better whatever its arrival
 PREEMPTIONS = ("recompute", "swap")
@@ -74,25 +74,23 @@ class Sequence:
     read_cache: bool = True
     width: int = 1
     answer: Any = None  # the engine's own
-    number: int = field(init=False, default_factory=_numbers.__next__)
-    block_table: list[int] = field(init=False, default_factory=list)
-
-    num_computed = 0  # tokens whose K and V are in the pool (or on the host)
-    num_draft = 0  # undecided tokens at the end: guesses, or forced tokens that nobody has accepted yet
-    num_cached = 0  # prompt tokens that the prefix cache had at the first admission
-    handle = None  # the node of the prefix cache it stands on, locked while set
-    state = "new"  # new, waiting, running, swapped, finished
-    host = None  # swapped: the copy of its blocks
-    rank = Rank(0, False, 0.0, 0, 0)
-    step = 0  # the last step it was given tokens in
-    preemptions = 0
-    lost = 0  # tokens computed before the last preemption by recompute
-    passed_over = 0  # by lpm, while it was the oldest
 
     def __post_init__(self):
-        self.num_prompt = len(self.tokens)
+        self.number = next(_numbers)
         self.id = self.number if self.id is None else self.id
         self.group = self.id  # id of the sequence that this one and its relatives were forked from
+        self.num_prompt = len(self.tokens)
+        self.num_computed = 0  # tokens whose K and V are in the pool (or on the host)
+        self.num_draft = 0  # undecided tokens at the end: guesses, or forced tokens that nobody has accepted yet
+        self.num_cached = 0  # prompt tokens that the prefix cache had at the first admission
+        self.block_table: list[int] = []
+        self.handle: Node | None = None  # the node of the prefix cache it stands on, locked while set
+        self.host: Any = None  # swapped: the copy of its blocks
+        self.state = "new"  # new, waiting, running, swapped, finished
+        self.rank: Rank | None = None  # set when it is queued
+        self.step = 0  # the last step it was given tokens in
+        # preemptions; tokens computed before the last one by recompute; times lpm passed over it while the oldest
+        self.preemptions = self.lost = self.passed_over = 0
 
     @property
     def num_new(self) -> int:
@@ -363,7 +361,8 @@ class Scheduler:
         return self.running[:1]
 
     def _unqueue(self, seq: Sequence) -> None:
-        del self.waiting[bisect_left(self.waiting, seq.rank, key=by_rank)]
+        last = self.waiting[-1] is seq
+        del self.waiting[-1 if last else bisect_left(self.waiting, seq.rank, key=by_rank)]
 
     def _admit(self, step: Step) -> None:
         """Start waiting sequences while batch slots, tokens and blocks last; one that does not fit holds up all."""
@@ -390,7 +389,7 @@ class Scheduler:
         elif seq.rank.started:
             self.recomputed_tokens += max(0, seq.lost - computed)
         else:
-            seq.rank, seq.num_cached = seq.rank._replace(started=True), computed
+            seq.rank, seq.num_cached = Rank(seq.rank.level, True, *seq.rank[2:]), computed
             self.prompt_tokens += seq.num_prompt
             self.hit_tokens += computed
         seq.num_computed = computed
@@ -407,9 +406,11 @@ class Scheduler:
 
     def computed(self, step: Step) -> None:
         """The step ran: its tokens have K and V now. (If a sequence ended meanwhile, nobody reads its count.)"""
+        size = self.block_size
         for seq, n in step.entries:
-            before, seq.num_computed = seq.num_computed, seq.num_computed + n
-            if before // self.block_size != seq.num_computed // self.block_size:
+            before = seq.num_computed
+            seq.num_computed = after = before + n
+            if before // size != after // size:
                 self._filled.append(seq)
 
     def has_unfinished(self) -> bool:
