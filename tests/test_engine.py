@@ -27,7 +27,7 @@ from engine import Engine
 from kv_paged import BlockPool, KVCache
 from model import Transformer
 from overlap import OverlapEngine
-from radix import HashCache, RadixCache
+from radix import PREFIX_CACHES
 from sampling import SamplerState, SamplingParams, sample
 from speculative import NgramProposer
 from structured import Guides
@@ -91,8 +91,8 @@ def make_engine(
 
     pool = BlockPool(num_blocks + 1, block_size)
     kv = pages(ckpt.config, ckpt.config.num_layers)
-    cache = {"radix": RadixCache, "hash": HashCache, "none": lambda pool: None}[prefix_cache](pool)
-    scheduler = scheduler_class(batching, reserve)(pool, cache, **({"max_model_len": CONTEXT} | switches))
+    switches = {"max_model_len": CONTEXT} | switches
+    scheduler = scheduler_class(batching, reserve)(pool, PREFIX_CACHES[prefix_cache](pool), **switches)
     eos = frozenset(ckpt.config.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
     kind = OverlapEngine if overlap else Engine
     engine = kind(ModelRunner(model, kv), scheduler, tokenizer, eos, jump_forward=jump_forward)
@@ -332,29 +332,14 @@ def test_abort_gives_every_block_back(stage, overlap):
 
 
 @pytest.mark.parametrize("overlap", (False, True))
-def test_a_step_that_raises_fails_its_requests_only(monkeypatch, overlap):
-    engine = make_engine(overlap=overlap)
-    requests = [engine.add(p, GREEDY) for p in prompts_of(5, 6, 7)]
-    engine.step()
-    monkeypatch.setattr(engine.runner, "run", lambda batch: 1 / 0)
-    deltas = engine.step()
-    monkeypatch.undo()
-    assert {d.finish_reason for d in deltas} == {"error"} and all("ZeroDivisionError" in d.error for d in deltas)
-    assert all(request.finished for request in requests) and not engine.has_work
-    later = engine.add(prompts_of(5)[0], GREEDY)
-    drain(engine)
-    assert later.output().outputs[0].token_ids == expected("llama", prompts_of(5)[0], GREEDY)
-    assert_all_free(engine)
-
-
-@pytest.mark.parametrize("overlap", (False, True))
-def test_a_plan_that_raises_ends_all_and_the_engine_serves_on(monkeypatch, overlap):
+@pytest.mark.parametrize("broken", ("run", "schedule"))
+def test_a_step_or_a_plan_that_raises_ends_its_requests_and_the_engine_serves_on(monkeypatch, overlap, broken):
     engine = make_engine(overlap=overlap, max_num_batched_tokens=8)
     requests = [engine.add(p, dataclasses.replace(GREEDY, n=2)) for p in prompts_of(5, 6, 7)]
-    for _ in range(3):
+    for _ in range(5):
         engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(engine.scheduler, "schedule", lambda: 1 / 0)
+        patch.setattr(engine.runner if broken == "run" else engine.scheduler, broken, lambda *args: 1 / 0)
         deltas = []
         while not deltas:  # with overlap a step that was planned before may be on its way
             deltas = [d for d in engine.step() if d.finish_reason]
@@ -528,17 +513,6 @@ def test_preemption_changes_nothing_a_user_sees(preemption):
         scores = [*got.logprobs, *request.output().prompt_logprobs[1:]]
         for a, b in zip(scores, [*wanted.logprobs, *other.prompt_logprobs[1:]], strict=True):
             assert a.token == b.token and a.logprob == pytest.approx(b.logprob, abs=1e-4)
-
-
-@pytest.mark.parametrize("cache", ("radix", "hash"))
-@pytest.mark.parametrize("length", (7, 8, 9))
-def test_fully_cached_prompt_still_computes_a_token(cache, length):
-    prompt = prompts_of(length)[0]
-    engine = make_engine(prefix_cache=cache)
-    for _ in range(2):
-        request, answer = answer_of(engine, prompt, GREEDY)
-        assert answer.token_ids == expected("llama", prompt, GREEDY)
-    assert request.num_cached_tokens == (length - 1) // 4 * 4 < length
 
 
 def test_namespaces_do_not_share_prefixes():

@@ -276,16 +276,6 @@ def test_a_prompt_seen_before_leaves_a_token_to_compute(cache, length):
     assert second.tokens == first.tokens
 
 
-@pytest.mark.parametrize("cache", ["radix", "hash"])
-def test_adapters_salts_and_plain_requests_share_nothing(cache):
-    engine = FakeEngine(33, 4, cache, max_num_batched_tokens=64)
-    for namespace in (None, ("lora", "X"), ("salt", "X")):
-        for expected in (0, 8):
-            seq = engine.add([1] * 9, 2, namespace=namespace)
-            engine.run()
-            assert seq.num_cached == expected
-
-
 def test_conversations_and_preempted_requests_find_their_prefix_again():
     engine = FakeEngine(17, 4, "radix", max_num_batched_tokens=64)
     seq = engine.add([1, 2] * 4, 9)
