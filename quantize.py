@@ -39,7 +39,7 @@ from torch import nn
 
 import kernels
 from formats import gguf
-from native.arena import arena
+from native import arena
 
 VERSION = 1  # of the form in which formats/quantized_folder.py stores weights
 CHUNK = 1 << 17  # weights handled at a time: bounds the memory that loading needs beside its result

@@ -11,19 +11,17 @@ Scheduler, layout and model compute them like any others, and each row then says
     rows say                   sat   on   the  .     two guesses were right, the third row says "the"
     settle       ... the cat   sat  on   the         three tokens from one step; "his", its key and its value are gone
 
-Two rules verify. The default samples each row with the uniform sample u of (seed, answer, position) as it would be
-sampled without guesses; a guess is right if it is the token that comes out, so the answer is the same token by token.
-`rejection_sample` keeps only the distribution, and accepts the guesses of a draft model more often.
+By default each row is sampled with the uniform sample u of (seed, answer, position), as without guesses: a guess is
+right if it is what comes out, so answers stay the same token by token. `rejection_sample` keeps only the distribution.
 
-Sources: Leviathan, Kalman and Matias 2023 (arXiv:2211.17192, section 2.3 and appendix A.1); Chen et al. 2023
-(arXiv:2302.01318); Daliri, Musco and Suresh 2024 (arXiv:2408.07978) for coupled draws; prompt lookup: Saxena 2023.
-Left out: trees of guesses; guesses that are models, and how many of them pay (drafting/).
+Sources: Leviathan, Kalman and Matias 2023 (arXiv:2211.17192, appendix A.1); coupled draws: Daliri, Musco and Suresh
+2024 (arXiv:2408.07978); prompt lookup: Saxena 2023. Left out: trees of guesses.
 """
 
 from __future__ import annotations
 
+import contextlib
 import runpy
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,8 +37,7 @@ VERDICT, RESIDUAL, GUESS = 1, 2, 3  # streams of sampling.uniform; 0 draws token
 def rejection_sample(p: torch.Tensor, q: torch.Tensor, guess: int, verdict: float, residual: float) -> int:
     """A token distributed as p [V], given `guess` drawn from q [V]: the guess itself as often as can be.
 
-    verdict and residual are independent numbers in [0, 1) that `guess` does not depend on. The result differs from the
-    guess exactly when the guess was rejected.
+    verdict and residual are independent numbers in [0, 1) that `guess` does not depend on.
     """
     if verdict * float(q[guess]) < float(p[guess]):
         return guess
@@ -57,69 +54,57 @@ def verdict(answer: Answer, row: torch.Tensor, guess: int, mask: torch.Tensor | 
     return score(row, token, params.logprobs) if params.scored else Sampled(token)
 
 
-class Proposer(Protocol):
-    """Guesses what follows. May be wrong, late or empty; it must be cheap."""
-
-    ROUNDS_TO_ASK = 0  # rounds of `draft` that `strength` takes, which are then spared in `propose`
-
-    def strength(self, answers: list[Answer]) -> list[int]:
-        """How good the evidence for a guess is now: 0 for none at all; equal numbers promise equally much."""
-
-    def propose(self, answers: list[Answer], limits: list[int]) -> list[list[int]]:
-        """For each answer up to so many tokens that may follow those of its sequence."""
-
-    def backlog(self, answer: Answer) -> int:
-        """Tokens of the answer that must be computed before the first guess."""
-        return 0
-
-
-class NgramProposer(Proposer):
+class NgramProposer:
     """What followed the last time that the latest tokens stood here: for text that quotes, edits or repeats.
 
         tokens    A B C D E ... x A B C         the latest three stood at the beginning, followed by D E ...
         guess                           D E
 
-    Longest match first, and its length is the strength of the evidence: six tokens in a row are seldom followed by
-    another seventh, one token nearly always. A guess may run into itself, so that a loop is continued for as long as
-    one likes.
+    Longest match first: six tokens in a row are seldom followed by another seventh, one token nearly always. A guess
+    may run into itself, so that a loop is continued for as long as one likes.
+
+    A proposer has these three methods and ROUNDS_TO_ASK. It may be wrong, late or empty; it must be cheap.
     """
+
+    ROUNDS_TO_ASK = 0  # rounds of a model that `strength` takes, which are then spared in `propose`
 
     def __init__(self, longest: int = 6, shortest: int = 1):
         self.lengths = range(longest, shortest - 1, -1)
-        self._seen: WeakKeyDictionary[Answer, tuple[int, dict]] = WeakKeyDictionary()
+        self.indices: WeakKeyDictionary[Answer, tuple[int, dict]] = WeakKeyDictionary()
 
     def strength(self, answers: list[Answer]) -> list[int]:
-        return [self._match(answer)[0] for answer in answers]
+        """How good the evidence for a guess is now: 0 for none at all; equal numbers promise equally much."""
+        return [self.match(answer)[0] for answer in answers]
 
     def propose(self, answers: list[Answer], limits: list[int]) -> list[list[int]]:
-        return [self._guess(answer, limit) if limit else [] for answer, limit in zip(answers, limits, strict=True)]
+        """For each answer up to so many tokens that may follow those of its sequence."""
+        guesses = []
+        for answer, limit in zip(answers, limits, strict=True):
+            tokens, guess = answer.seq.tokens, []
+            length, after = self.match(answer) if limit else (0, 0)
+            for i in range(after, after + limit if length else after):
+                guess.append(tokens[i] if i < len(tokens) else guess[i - len(tokens)])
+            guesses.append(guess)
+        return guesses
 
-    def _match(self, answer: Answer) -> tuple[int, int]:
+    def backlog(self, answer: Answer) -> int:
+        """Tokens of the answer that must be computed before the first guess."""
+        return 0
+
+    def match(self, answer: Answer) -> tuple[int, int]:
         """Length of the longest match, and the index after its last occurrence; 0, 0 without any."""
-        tokens, index = answer.seq.tokens, self._index(answer)
+        tokens = answer.seq.tokens
+        done, index = self.indices.get(answer, (0, {}))  # n-gram -> index after it, where it stood last but at the end
+        for end in range(done + 1, len(tokens)):
+            for n in self.lengths:
+                if n <= end:
+                    index[tuple(tokens[end - n : end])] = end
+        self.indices[answer] = len(tokens) - 1, index
         for n in self.lengths:
             after = index.get(tuple(tokens[-n:]))
             if after is not None:
                 return n, after
         return 0, 0
-
-    def _guess(self, answer: Answer, limit: int) -> list[int]:
-        tokens, guess = answer.seq.tokens, []
-        length, after = self._match(answer)
-        for i in range(after, after + limit if length else after):
-            guess.append(tokens[i] if i < len(tokens) else guess[i - len(tokens)])
-        return guess
-
-    def _index(self, answer: Answer) -> dict[tuple[int, ...], int]:
-        """n-gram -> the index after its last occurrence, of all that end before the last token."""
-        tokens = answer.seq.tokens
-        done, index = self._seen.get(answer, (0, {}))
-        for end in range(done + 1, len(tokens)):
-            for n in self.lengths:
-                if n <= end:
-                    index[tuple(tokens[end - n : end])] = end
-        self._seen[answer] = len(tokens) - 1, index
-        return index
 
 
 class Drafts:
@@ -136,9 +121,11 @@ class Drafts:
         able = [seq.answer for seq in running if seq.num_new == 1 and seq.answer.sampler.n_output]
         able = [answer for answer in able if answer.request.search is None]
         drafts = {answer: answer.forced for answer in able if answer.forced}
-        guessing = [answer for answer in able if not answer.forced] if self.speculator is not None else []
-        if guessing:
-            drafts |= zip(guessing, self._guess(guessing), strict=True)
+        guessing = [answer for answer in able if not answer.forced]
+        if guessing and self.speculator is not None:
+            with self.asking():
+                rooms = [room(answer) for answer in guessing]
+                drafts |= zip(guessing, self.speculator.propose(guessing, rooms, possible), strict=True)
         for answer, draft in drafts.items():
             draft = draft[: room(answer)]
             answer.seq.tokens += draft
@@ -149,12 +136,11 @@ class Drafts:
 
     def trim(self, step: Step, scheduler: Scheduler) -> None:
         """What this step does not compute of a draft is forgotten: for want of budget or blocks, or preempted."""
-        scheduled = {seq: n for seq, n in step.entries}
+        scheduled = dict(step.entries)
         for answer in self.drafted:
-            seq = answer.seq
-            decided = len(seq.tokens) - seq.num_draft
-            computed = min(len(seq.tokens), seq.num_computed + scheduled.get(seq, 0))
-            scheduler.truncate(seq, max(decided, computed))
+            seq, known = answer.seq, len(answer.seq.tokens)
+            computed = min(known, seq.num_computed + scheduled.get(seq, 0))
+            scheduler.truncate(seq, max(known - seq.num_draft, computed))
             answer.num_guessed = min(answer.num_guessed, seq.num_draft)
 
     def verify(self, answer: Answer, token: int, scheduler: Scheduler) -> bool:
@@ -171,23 +157,19 @@ class Drafts:
 
     def observe(self) -> None:
         """Tell the speculator how its guesses fared."""
-        try:
+        with self.asking():
             for answer in self.drafted:
                 if answer.num_guessed:
                     self.speculator.observe(answer)
-        except Exception as error:
-            self._stop_guessing(error)
 
-    def _guess(self, answers: list[Answer]) -> list[list[int]]:
+    @contextlib.contextmanager
+    def asking(self):
+        """Who fails to guess is not asked again."""
         try:
-            return self.speculator.propose(answers, [room(answer) for answer in answers], possible)
+            yield
         except Exception as error:
-            self._stop_guessing(error)
-            return [[] for _ in answers]
-
-    def _stop_guessing(self, error: Exception) -> None:
-        warn(f"speculation is switched off: {type(error).__name__}: {error}")
-        self.speculator = None
+            warn(f"speculation is switched off: {type(error).__name__}: {error}")
+            self.speculator = None
 
 
 def room(answer: Answer) -> int:

@@ -6,7 +6,7 @@ is, even cheap guesses make everybody slower.
 
 The idea. The `Speculator` knows what a step costs by its rows (`StepCost`) and estimates a for every answer and
 strength of evidence (`Record`). It sorts the guesses of the whole batch by the chance that they and all before them are
-right, and takes as many of the first as promise most tokens a second. Estimates go wrong, so guesses have an `Account`:
+right, and takes as many of the first as promise most tokens a second. Estimates go wrong, so guesses have an account:
 what they win is paid in, what they cost is taken off, and without a balance there are none. A hundredth of all tokens
 is paid in too, so that text which begins to repeat is found out:
 
@@ -14,7 +14,6 @@ is paid in too, so that text which begins to repeat is found out:
               0 . . 0.04 . . 0.08 . . ...            the hundredth has added up to a little, and one more is tried
 
 Prices are in tokens: a second costs the tokens that the batch makes in it without guesses.
-
 Source: Leviathan, Kalman and Matias 2023 (arXiv:2211.17192, section 3.3) for the cost; the account is our own.
 """
 
@@ -23,12 +22,12 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from request import Answer
-from speculative import Proposer
 
 FADE, OVERALL_FADE = 0.9, 0.98  # how fast what was seen fades, of one answer and of all, per verified guess
 CHECK_S = 0.2e-3  # seconds a step takes longer for having any guesses: laying them out, taking back what was wrong
@@ -72,10 +71,9 @@ class StepCost:
             run(rows)  # may have to record or compile something
             time_once(rows)
             rows *= 2
-        passes = int(2 * budget_s / sum(seconds.values()))
-        for _ in range(max(2, min(passes, PASSES)) - 1):
-            for rows in seconds:
-                time_once(rows)
+        passes = min(PASSES, max(2, int(2 * budget_s / sum(seconds.values()))))
+        for rows in list(seconds) * (passes - 1):
+            time_once(rows)
         for rows in reversed(seconds):  # more rows never cost less, and a clock only ever adds
             seconds[rows] = min(seconds[rows], seconds.get(2 * rows, seconds[rows]))
         return cls(seconds)
@@ -120,9 +118,7 @@ class Speculator:
 
     TRUST = 2.0
 
-    def __init__(
-        self, proposer: Proposer, most=5, step: Seconds | None = None, draft: Seconds | None = None, trust=TRUST
-    ):
+    def __init__(self, proposer, most=5, step: Seconds | None = None, draft: Seconds | None = None, trust=TRUST):
         self.proposer, self.most, self.step, self.trust = proposer, most, step, trust
         self.draft = draft or (lambda answers: 0.0)
         self.overall: dict[int, Record] = {}  # by strength, of all answers: what to expect of a new one
@@ -130,10 +126,9 @@ class Speculator:
         self.last: WeakKeyDictionary[Answer, int] = WeakKeyDictionary()  # the step in which it was given guesses last
         self.strengths: dict[Answer, int] = {}  # of the evidence for the guesses of this step
         self.drafted = self.accepted = self.decodes = self.steps = 0
-        self.accounts: dict[int, Account] = {}  # by the bit length of the batch size: what pays depends on it
+        self.accounts = defaultdict(Account)  # by the bit length of the batch size: what pays depends on it
         self.account = Account()  # that of this step
-        self.prices: dict[int, tuple[list[float], float]] = {}  # by the size of the batch
-        self.hopeless: dict[int, bool] = {}  # likewise: whether even nearly certain guesses cost more than they win
+        self.known: dict[int, tuple[list[float], float, bool]] = {}  # prices, by the size of the batch
 
     def propose(self, answers: list[Answer], rooms: list[int], trim=lambda answer, guess: guess) -> list[list[int]]:
         """Guesses for the answers that decode now; rooms: how many each may take.
@@ -146,99 +141,88 @@ class Speculator:
         self.strengths = {}
         if not any(rooms) or (self.step is not None and not self._may_ask(n)):
             return guesses
-        strengths = self.proposer.strength(answers)
-        self.strengths = dict(zip(answers, strengths, strict=True))
-        longest = [min(room, self.most) if strength else 0 for room, strength in zip(rooms, strengths, strict=True)]
-        records = [self._record(answer) for answer in answers]
-        limits = longest if self.step is None else self.plan(answers, records, longest)
+        self.strengths = dict(zip(answers, self.proposer.strength(answers), strict=True))
+        limits = [min(r, self.most) if self.strengths[a] else 0 for a, r in zip(answers, rooms, strict=True)]
+        if self.step is not None:
+            limits = self.plan(answers, limits)
         guessing = [answer for answer, limit in zip(answers, limits, strict=True) if limit]
         missed = sum(map(self._missed, guessing))
         self.last.update(dict.fromkeys(guessing, self.steps))
         if guessing:
             guesses = self.proposer.propose(answers, limits)
-        for i, answer in enumerate(answers):
-            possible = trim(answer, guesses[i])
-            if guesses[i] and not possible:
+        possible = [trim(answer, guess) for answer, guess in zip(answers, guesses, strict=True)]
+        for answer, guess, rest in zip(answers, guesses, possible, strict=True):
+            if guess and not rest:
                 self._learn(answer, right=0, wrong=1)
-            guesses[i] = possible
         if self.step is not None:
-            price = self.price(n, sum(map(len, guesses)), max(limits))
-            self.account.asking -= price + self._price_of_reading(n, missed)
-        return guesses
+            self.account.asking -= self.price(n, sum(map(len, possible)), max(limits), missed)
+        return possible
 
     def observe(self, answer: Answer) -> None:
         """The guesses of an answer have been verified."""
         guessed, right = answer.num_guessed, answer.num_right
-        wrong = int(right < guessed and answer.finish_reason is None)  # what comes after a wrong one was not tested
         self.drafted += guessed
         self.accepted += right
         self.account.pay_in(right)
-        self._learn(answer, right, wrong)
+        # What comes after a wrong one was not tested.
+        self._learn(answer, right, int(right < guessed and answer.finish_reason is None))
 
-    def plan(self, answers: list[Answer], records: list[Record], longest: list[int]) -> list[int]:
+    def plan(self, answers: list[Answer], longest: list[int]) -> list[int]:
         """How many guesses each answer is given, of at most `longest`: those that together promise most for a second.
 
         And one to the answer that has gone longest without, when there is something on the account to try it with.
         """
-        n, limits, asking_rounds = len(answers), [0] * len(answers), self.proposer.ROUNDS_TO_ASK
+        n, limits = len(answers), [0] * len(answers)
         chances = [  # (chance that a guess is right together with all before it, its number among them, answer)
-            (record.rate**depth, depth, i) for i, record in enumerate(records) for depth in range(1, longest[i] + 1)
+            (rate**depth, depth, i)
+            for i, rate in enumerate(self._record(answer).rate for answer in answers)
+            for depth in range(1, longest[i] + 1)
         ]
         chances.sort(key=lambda entry: -entry[0])
-        num_guesses = self._most_worth(n, chances, asking_rounds)
+        num_guesses = most_worth(n, chances, *self._prices(n)[:2], self.proposer.ROUNDS_TO_ASK)
         for _, _, i in chances[:num_guesses]:
             limits[i] += 1
         idle = [(self.last.get(answer, 0), i) for i, answer in enumerate(answers) if limits[i] == 0 < longest[i]]
         if idle:
             deepest, i = max(limits), min(idle)[1]
-            price = self.price(n, num_guesses + 1, max(deepest, 1)) - self.price(n, num_guesses, deepest)
-            price += self._price_of_reading(n, self.proposer.backlog(answers[i]))
+            price = self.price(n, num_guesses + 1, max(deepest, 1), self.proposer.backlog(answers[i]))
+            price -= self.price(n, num_guesses, deepest)
             if self.account.trying > price:
                 self.account.trying -= price
                 limits[i] = 1
         return limits
 
-    def _most_worth(self, n: int, chances: list[tuple[float, int, int]], asking_rounds: int) -> int:
-        """How many of the guesses, the likeliest first, give n answers most tokens a second; 0: any would cost some."""
-        (rows, one_round), best_rate, num_guesses, tokens, deepest = self._prices(n), 1.0, 0, 0.0, asking_rounds
-        for guesses, (chance, depth, _) in enumerate(chances, 1):
-            tokens, deepest = tokens + chance, max(deepest, depth)
-            rate = (n + tokens) / (n + rows[guesses] + one_round * (deepest - asking_rounds))
-            if rate > best_rate:
-                best_rate, num_guesses = rate, guesses
-        return num_guesses
+    def price(self, n: int, guesses: int, longest: int, reading: int = 0) -> float:
+        """What a step of n answers costs more for `guesses`, of which one answer has the `longest`.
+
+        reading: tokens that the proposer has to catch up with first.
+        """
+        rows, one_round, _ = self._prices(n)
+        caught_up = MARGIN * n * (self.draft(n + reading) - self.draft(n)) / self.step(n) if reading else 0.0
+        return rows[guesses] + one_round * max(longest, self.proposer.ROUNDS_TO_ASK) + caught_up
+
+    def _prices(self, n: int) -> tuple[list[float], float, bool]:
+        """The price of the rows of 0, 1, 2, ... guesses, that of a round, and whether any guesses can pay."""
+        if n not in self.known:
+            tokens = MARGIN * n / self.step(n)  # that a second is worth
+            more = [self.step(n + g) - self.step(n) + CHECK_S for g in range(1, n * self.most + 1)]
+            rows, one_round = [0.0, *(tokens * seconds for seconds in more)], tokens * self.draft(n)
+            depths = [1 + g // n for g in range(n * self.most)]  # a nearly certain guess for each, then a second, ...
+            best = most_worth(n, [(BEST_CHANCE**depth, depth, 0) for depth in depths], rows, one_round, 0)
+            self.known[n] = rows, one_round, best > 0
+        return self.known[n]
 
     def _may_ask(self, n: int) -> bool:
         """Whether the account of batches of this size has a balance, and guesses could win anything."""
-        self.account = self.accounts.setdefault(n.bit_length(), Account())
+        self.account = self.accounts[n.bit_length()]
         self.account.pay_in(SHARE * n, SHARE * n)
-        if n not in self.hopeless:  # even with one nearly certain guess for each answer, then a second for each, ...
-            depths = [1 + g // n for g in range(n * self.most)]
-            self.hopeless[n] = not self._most_worth(n, [(BEST_CHANCE**depth, depth, 0) for depth in depths], 0)
-        return self.account.asking > 0 and not self.hopeless[n]
+        return self.account.asking > 0 and self._prices(n)[2]
 
     def _missed(self, answer: Answer) -> int:
         """Tokens the proposer must catch up with for having made no guess lately. Reading a prompt before an answer's
         first guess does not count: it happens once, however many guesses follow."""
         silent = self.steps - 1 - self.last.get(answer, self.steps - 1)
         return min(silent, self.proposer.backlog(answer))
-
-    def _price_of_reading(self, n: int, tokens: int) -> float:
-        """What a step of n answers costs more when the proposer has to catch up with so many tokens."""
-        return MARGIN * n * (self.draft(n + tokens) - self.draft(n)) / self.step(n)
-
-    def price(self, n: int, guesses: int, longest: int) -> float:
-        """What a step of n answers costs more for `guesses`, of which one answer has the `longest`."""
-        rows, one_round = self._prices(n)
-        return rows[guesses] + one_round * max(longest, self.proposer.ROUNDS_TO_ASK)
-
-    def _prices(self, n: int) -> tuple[list[float], float]:
-        """The price of the rows of 0, 1, 2, ... guesses, and of a round of the proposer."""
-        if n not in self.prices:
-            tokens = MARGIN * n / self.step(n)  # that a second is worth
-            more = [self.step(n + g) - self.step(n) + CHECK_S for g in range(1, n * self.most + 1)]
-            self.prices[n] = [0.0, *(tokens * seconds for seconds in more)], tokens * self.draft(n)
-        return self.prices[n]
 
     def _record(self, answer: Answer) -> Record:
         """Of an answer's guesses of the present strength; a new one expects what the others had."""
@@ -248,9 +232,8 @@ class Speculator:
         return self.records.setdefault(answer, {}).setdefault(strength, expected)
 
     def _learn(self, answer: Answer, right: int, wrong: int) -> None:
-        strength = self.strengths[answer]
-        self.records[answer][strength].add(right, wrong, FADE)
-        self.overall[strength].add(right, wrong, OVERALL_FADE)
+        self._record(answer).add(right, wrong, FADE)
+        self.overall[self.strengths[answer]].add(right, wrong, OVERALL_FADE)
 
     def break_even(self) -> float | None:
         """The acceptance rate above which a single guess pays for one sequence alone; None if costs are unknown."""
@@ -258,6 +241,17 @@ class Speculator:
 
     def stats(self) -> dict[str, float | None]:
         """drafted and accepted guesses, tokens an answer gains per step, and the break-even acceptance rate."""
-        gained = self.accepted / self.decodes if self.decodes else 0.0
+        gained = self.accepted / max(1, self.decodes)
         counts = {"drafted": self.drafted, "accepted": self.accepted}
         return counts | {"tokens_per_step": 1 + gained, "break_even": self.break_even()}
+
+
+def most_worth(n: int, chances: list[tuple], rows: list[float], one_round: float, asking_rounds: int) -> int:
+    """How many of the guesses, the likeliest first, give n answers most tokens a second; 0: any would cost some."""
+    best_rate, num_guesses, tokens, deepest = 1.0, 0, 0.0, asking_rounds
+    for guesses, (chance, depth, _) in enumerate(chances, 1):
+        tokens, deepest = tokens + chance, max(deepest, depth)
+        rate = (n + tokens) / (n + rows[guesses] + one_round * (deepest - asking_rounds))
+        if rate > best_rate:
+            best_rate, num_guesses = rate, guesses
+    return num_guesses

@@ -11,18 +11,14 @@ values up to where the two agree, and computes the rest in the same step as its 
     round 1    compute [the mat .] of A, [x y] of B, ...        one flat run over all sequences, then one guess each
     round 2    compute the guess of A, the guess of B, ...      and so on, a guess for each sequence per round
 
-It has a pool of pages and a prefix cache of its own. A guess is drawn with the target's sampler, mask and uniform
-sample, so a copy of the target as its own draft is always right; with verify="rejection" it is drawn independently, and
-its distribution is kept for the rejection rule.
-
-Sources: Leviathan et al. 2023 (arXiv:2211.17192, section 2.1); the self-draft: Zhang et al. 2023, Draft & Verify
-(arXiv:2309.08168), there with layers chosen by search. Left out: sharing the target's pages with the self-draft.
+A guess is drawn with the target's sampler, mask and uniform sample, so a copy of the target as its own draft is always
+right; with verify="rejection" it is drawn independently, and its distribution is kept for the rejection rule.
+Sources: Leviathan et al. 2023 (arXiv:2211.17192, section 2.1); the self-draft: Zhang et al. 2023 (arXiv:2309.08168).
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -34,38 +30,40 @@ from kv_paged import BlockPool, BlockTables, KVCache
 from model import Transformer
 from radix import RadixCache
 from request import Answer
-from sampling import Sampled, SamplerState, draw, probabilities, sample
+from sampling import Sampled, draw, probabilities, sample
 from scheduler import Sequence, Step
-from speculative import GUESS, NgramProposer, Proposer
-from structured import Guide
+from speculative import GUESS, NgramProposer
 from tokenizer import Tokenizer
 
 
-@dataclass
 class Draft:
-    """Guesses for one answer in the making. `sampler` and `guide` walk ahead of the answer's own."""
+    """Guesses for one answer in the making: tokens `start` to `end` of `seq`, while it is not `done`."""
 
-    answer: Answer
-    limit: int
-    seq: Sequence
-    sampler: SamplerState
-    guide: Guide | None
-    tokens: list[int] = field(default_factory=list)
+    def __init__(self, answer: Answer, limit: int, seq: Sequence):
+        self.answer, self.limit, self.seq, self.start, self.done = answer, limit, seq, len(seq.tokens), False
+        # They walk ahead of the answer's own.
+        self.sampler, self.guide = answer.sampler.fork(answer.index), answer.guide and answer.guide.fork()
 
-    def add(self, token: int) -> None:
-        self.tokens.append(token)
-        self.seq.tokens.append(token)
-        self.sampler.commit(token)
-        ends = token in self.answer.request.stop_ids
-        if self.guide is not None:
-            self.guide.commit(token)
-            ends = ends or self.guide.is_complete
-        if ends:
-            self.limit = len(self.tokens)
+    @property
+    def tokens(self) -> list[int]:
+        return self.seq.tokens[self.start :]
+
+    def add(self, token: int | None) -> None:
+        """One more guess; None: nothing can be drawn, which ends the draft."""
+        self.done = token is None or token in self.answer.request.stop_ids
+        if token is not None:
+            self.seq.tokens.append(token)
+            self.sampler.commit(token)
+            if self.guide is not None:
+                self.guide.commit(token)
+                self.done |= self.guide.is_complete
+            self.done |= len(self.seq.tokens) - self.start == self.limit
 
 
-class DraftModel(Proposer):
+class DraftModel:
     """Proposes what a model says. vocab_size is the target's; at most max_tokens are computed in one round."""
+
+    ROUNDS_TO_ASK = 0
 
     def __init__(self, runner: ModelRunner, vocab_size: int, rejection=False, max_tokens: int = 512):
         self.runner, self.model, self.kv, self.vocab_size = runner, runner.model, runner.kv, vocab_size
@@ -77,40 +75,41 @@ class DraftModel(Proposer):
     def strength(self, answers: list[Answer]) -> list[int]:
         return [1] * len(answers)
 
-    def propose(self, answers: list[Answer], limits: list[int]) -> list[list[int]]:
-        self._leave()
-        drafts: dict[Answer, Draft] = {}
-        entries: list[tuple[Draft, int]] = []
-        copies: list[tuple[int, int]] = []
-        budget = self.max_tokens
-        for answer, limit in zip(answers, limits, strict=True):
-            seq = self._follow(answer) if limit and budget else None
-            n = min(seq.num_new, budget, self.tables.room(seq)) if seq is not None else 0
-            if n > 0:
-                copies += self.tables.extend(seq, n)
-                budget -= n
-                answer.guess_probs = []
-                sampler, guide = answer.sampler.fork(answer.index), answer.guide and answer.guide.fork()
-                drafts[answer] = Draft(answer, limit, seq, sampler, guide)
-                entries.append((drafts[answer], n))
-        while entries:
-            logits = self._compute(entries, copies)
-            ready = [draft for draft, _ in entries if draft.seq.num_new == 0]  # the others catch up next time
-            self._draw(ready, logits)
-            entries, copies = [], []
-            for draft in ready:
-                if len(draft.tokens) < draft.limit and self.tables.room(draft.seq) > 0:
-                    copies += self.tables.extend(draft.seq, 1)
-                    entries.append((draft, 1))
-        return [drafts[answer].tokens if answer in drafts else [] for answer in answers]
-
     def backlog(self, answer: Answer) -> int:
         computed = self.following[answer][0].num_computed if answer in self.following else 0
         return max(0, len(answer.seq.tokens) - 1 - computed)
 
+    def propose(self, answers: list[Answer], limits: list[int]) -> list[list[int]]:
+        self._leave()
+        drafts: dict[Answer, Draft] = {}
+        step, budget = Step(0), self.max_tokens
+        for answer, limit in zip(answers, limits, strict=True):
+            seq = self._follow(answer) if limit and budget else None
+            n = min(seq.num_new, budget, self.tables.room(seq)) if seq is not None else 0
+            if n > 0:
+                drafts[answer] = Draft(answer, limit, seq)
+                answer.guess_probs = []
+                self._plan(step, seq, n)
+                budget -= n
+        drawing = list(drafts.values())
+        while drawing:
+            logits = self._compute(step)
+            drawn = [draft for draft in drawing if draft.seq.num_new == 0]  # the others catch up next time
+            step, drawing = Step(0), []
+            for draft, row in zip(drawn, logits, strict=True):
+                draft.add(self._draw(draft, row))
+                if not draft.done and self.tables.room(draft.seq) > 0:
+                    self._plan(step, draft.seq, 1)
+                    drawing.append(draft)
+        return [drafts[answer].tokens if answer in drafts else [] for answer in answers]
+
+    def _plan(self, step: Step, seq: Sequence, n: int) -> None:
+        step.copies += self.tables.extend(seq, n)
+        step.entries.append((seq, n))
+
     def _leave(self) -> None:
-        """Forget the answers that have ended or lost their seat; their full blocks stay in the prefix cache."""
-        for answer in [c for c in self.following if c.finish_reason is not None or c.seq.state != "running"]:
+        """Forget the answers that have ended or lost their slot; their full blocks stay in the prefix cache."""
+        for answer in [a for a in self.following if a.finish_reason is not None or a.seq.state != "running"]:
             seq, known = self.following.pop(answer)
             self._cut(seq, min(known, len(seq.tokens)))
             self.tables.release(seq)
@@ -142,57 +141,43 @@ class DraftModel(Proposer):
         self.following[answer] = seq, len(tokens)
         return seq
 
-    def _compute(self, entries: list[tuple[Draft, int]], copies: list[tuple[int, int]]) -> torch.Tensor:
+    def _compute(self, step: Step) -> torch.Tensor:
         """One step of the draft; float32 logits [R, V] of those that have caught up, as wide as the target's."""
-        self.kv.apply(Step(0, copies=copies))
-        step, rows = Step(0), []
-        for draft, n in entries:
-            end = draft.seq.num_computed + n
-            step.entries.append((draft.seq, n))
-            rows.append(range(end - (end == len(draft.seq.tokens)), end))
+        self.kv.apply(step)
+        ends = [(seq, seq.num_computed + n) for seq, n in step.entries]
+        rows = [range(end - (end == len(seq.tokens)), end) for seq, end in ends]
         batch, _ = lay_out(step, self.kv.block_size, self.model.norm.device, rows)
         logits = self.runner.run(batch).float()
-        for draft, n in entries:
-            draft.seq.num_computed += n
+        for seq, end in ends:
+            seq.num_computed = end
         padding = max(0, self.vocab_size - logits.shape[1])
         return nn.functional.pad(logits, (0, padding), value=-torch.inf)[:, : self.vocab_size]
 
-    def _draw(self, drafts: list[Draft], logits: torch.Tensor) -> None:
-        """One more guess each. A row that allows none ends its draft."""
-        for r, draft in enumerate(drafts):
-            if draft.guide is not None and draft.guide.forced:
-                if self.rejection:
-                    draft.answer.guess_probs.append(None)  # keeps its place, but what is forced is under no rule
-                draft.add(draft.guide.forced[0])
-                continue
-            mask = draft.guide and draft.guide.mask()
+    def _draw(self, draft: Draft, row: torch.Tensor) -> int | None:
+        """A guess from its logits [V], None if it allows none. For the rejection rule: drawn independently."""
+        if draft.guide is not None and draft.guide.forced:
             if self.rejection:
-                token = self._draw_freely(draft, logits[r], mask)
-            else:
-                (result,) = sample(logits[r : r + 1], [draft.sampler], [mask])
-                token = result.token if isinstance(result, Sampled) else None
-            if token is None:
-                draft.limit = len(draft.tokens)
-            else:
-                draft.add(token)
-
-    def _draw_freely(self, draft: Draft, row: torch.Tensor, mask: torch.Tensor | None) -> int | None:
-        """A guess for the rejection rule: drawn independently of the target, and its distribution kept beside it."""
+                draft.answer.guess_probs.append(None)  # keeps its place, but what is forced is under no rule
+            return draft.guide.forced[0]
+        mask = draft.guide and draft.guide.mask()
+        if not self.rejection:
+            (result,) = sample(row[None], [draft.sampler], [mask])
+            return result.token if isinstance(result, Sampled) else None
         try:
             q = probabilities(row, draft.sampler, mask)  # [V]
-        except ValueError:  # nothing can be drawn
+        except ValueError:
             return None
         draft.answer.guess_probs.append(q)
         return draw(q, draft.sampler.uniform(GUESS))
 
 
-def make_proposer(speculate: str, engine: Engine, load, make_runner, rejection: bool, capture=None) -> Proposer:
+def make_proposer(speculate: str, engine: Engine, load, make_runner, rejection: bool, capture=None):
     """The proposer that LLM's `speculate` asks for.
 
     load(name) -> (Transformer, Tokenizer) of a draft model, which gets as many pages as the target has;
     make_runner(model, kv) -> its ModelRunner; capture: what may record the rounds of a head (None: nothing).
     """
-    target, tokenizer, kv = engine.model, engine.tokenizer, engine.kv
+    target, kv = engine.model, engine.kv
     kind, colon, what = speculate.partition(":")
     if speculate == "ngram":
         return NgramProposer()
@@ -201,17 +186,15 @@ def make_proposer(speculate: str, engine: Engine, load, make_runner, rejection: 
     if kind == "self" and what.isdecimal():
         draft = first_layers(target, int(what))
     elif kind == "draft" and what:
-        draft, its_tokenizer = load(what)
-        check_same_tokens(its_tokenizer, tokenizer)
+        draft, tokenizer = load(what)
+        check_same_tokens(tokenizer, engine.tokenizer)
     else:
         raise ValueError(
             f"speculate={speculate!r} is not known; use ngram, head, head:<file.safetensors>, draft:<model> or "
             "self:<number of layers>"
         )
-    c = draft.config
-    pages = KVCache(
-        len(draft.layers), kv.num_blocks, kv.block_size, c.num_kv_heads, c.head_dim, draft.dtype, kv.data.device
-    )
+    c, size = draft.config, (kv.num_blocks, kv.block_size)
+    pages = KVCache(len(draft.layers), *size, c.num_kv_heads, c.head_dim, draft.dtype, kv.data.device)
     return DraftModel(make_runner(draft, pages), target.config.vocab_size, rejection)
 
 
@@ -228,10 +211,10 @@ def first_layers(model: Transformer, k: int) -> Transformer:
 def check_same_tokens(draft: Tokenizer, target: Tokenizer) -> None:
     """Refuse a draft whose ids mean something else; only padding may differ."""
     for i in range(max(draft.vocab_size, target.vocab_size)):
-        ours = (target.token_bytes(i), target.is_special(i)) if i < target.vocab_size else (b"", False)
-        theirs = (draft.token_bytes(i), draft.is_special(i)) if i < draft.vocab_size else (b"", False)
-        if ours != theirs:
+        both = (draft, target)
+        there, here = ((t.token_bytes(i), t.is_special(i)) if i < t.vocab_size else (b"", False) for t in both)
+        if there != here:
             raise ValueError(
-                f"the draft model has another tokenizer: token {i} is {theirs[0]!r} there and {ours[0]!r} in the "
+                f"the draft model has another tokenizer: token {i} is {there[0]!r} there and {here[0]!r} in the "
                 "target; choose a draft of the same family, or speculate='ngram'"
             )

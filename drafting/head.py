@@ -13,8 +13,7 @@ state with the target's own output table, cut down to the tokens that the traini
 
     s' = s + down · silu_gate( from_state · norm(s) + from_token · norm(embedding of the token) )
 
-No attention, so no cache. The strength of its evidence (`Proposer`) is the head's own certainty, as odds.
-
+No attention, so no cache. The strength of its evidence is the head's own certainty, as odds.
 Sources: recurrent drafting, Zhang et al. 2024 (arXiv:2403.09919, section 3.1); Hydra, Ankner et al. 2024
 (arXiv:2402.05109, section 3); the states as input, EAGLE, Li et al. 2024 (arXiv:2401.15077); the reduced table,
 FR-Spec, Zhao et al. 2025 (arXiv:2502.14856). Left out: trees of guesses; a recording of the round on a GPU.
@@ -25,8 +24,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from itertools import chain
-from math import log2, prod
+from math import log2
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +39,6 @@ from model import Transformer
 from quantize import INT8, Linear, PackedLinear, quantize_rows
 from request import Answer
 from sampling import argmax
-from speculative import Proposer
 
 SHIPPED = Path(__file__).parent.parent / "data" / "smollm2_head.safetensors"  # for the default model
 KEY, VERSION = "vitrine_draft_head", 1  # metadata entry of the file
@@ -83,43 +80,40 @@ def read_head(path: str | Path) -> tuple[dict[str, Tensor], dict]:
         raise ValueError(f"there is no draft head {str(path)!r}; train one: python speculative.py train --out F")
     try:
         with safe_open(str(path), framework="pt") as file:
-            entry = (file.metadata() or {}).get(KEY, "null")
+            entry = (file.metadata() or {}).get(KEY, "{}")
             weights = {name: file.get_tensor(name) for name in file.keys()}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} cannot be read as safetensors ({error}): get or train it again") from None
     try:
-        about = json.loads(entry)
-    except (ValueError, RecursionError):
-        about = None
-    if not isinstance(about, dict) or about.get("version") != VERSION:
+        about = dict(json.loads(entry))
+    except (ValueError, TypeError, RecursionError):
+        about = {}
+    if about.get("version") != VERSION:
         raise ValueError(f"{path} is no draft head of version {VERSION}: it has no such {KEY} entry in its header")
-    for what in chain(wrong_entries(about), wrong_tensors(weights, about)):
-        raise ValueError(f"{path} is damaged: {what}; get or train it again")
+    if fault := next(faults(weights, about), None):
+        raise ValueError(f"{path} is damaged: {fault}; get or train it again")
     return weights, about
 
 
-def wrong_entries(about: dict) -> Iterator[str]:
-    """What is wrong with what a head's file says about it."""
+def faults(weights: dict[str, Tensor], about: dict) -> Iterator[str]:
+    """What is wrong with a head's file; each is looked for only where nothing was wrong before."""
     for name, kind in ENTRIES.items():
         value = about.get(name)
-        if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or value < 1)):
+        if type(value) is not kind or kind is int and value < 1:
             wanted = "positive number" if kind is int else kind.__name__
             yield f"the {name!r} of its {KEY} entry is {repr(value)[:60]}, no {wanted}"
-
-
-def wrong_tensors(weights: dict[str, Tensor], about: dict) -> Iterator[str]:
-    """What is wrong with the weights beside right entries."""
-    down = weights.get("down", torch.empty(0, 0))
-    shapes = head_shapes(about["hidden"], down.shape[-1] if down.dim() else 0, about["kept"])
+    width = weights["down"].shape[-1] if "down" in weights and weights["down"].dim() else 0
+    shapes = head_shapes(about["hidden"], width, about["kept"])
     if odd := weights.keys() ^ shapes.keys():
         yield f"its tensors {sorted(weights)} are not those of a head ({', '.join(sorted(odd))})"
-        return
     for name, shape in shapes.items():
         w, dtype = weights[name], torch.int32 if name == "kept" else torch.float16
         if tuple(w.shape) != shape or w.dtype != dtype:
             yield f"its tensor {name!r} is {w.dtype} {list(w.shape)}, not {dtype} {list(shape)}"
-        elif not torch.isfinite(w).all():
+        if not torch.isfinite(w).all():
             yield f"its tensor {name!r} holds NaN or infinity"
+    if not 0 <= int(weights["kept"].min()) <= int(weights["kept"].max()) < about["vocab"]:
+        yield "it keeps tokens outside the vocabulary"
 
 
 def load_head(path: str | Path, target: Transformer) -> DraftHead:
@@ -136,8 +130,6 @@ def load_head(path: str | Path, target: Transformer) -> DraftHead:
                 f"draft head {path} was trained for {about['target']!r}, {what} {theirs}; this model has {ours}: train "
                 "one for it (python speculative.py train --model M --out F), or use speculate='ngram'"
             )
-    if not 0 <= int(weights["kept"].min()) <= int(weights["kept"].max()) < config.vocab_size:
-        raise ValueError(f"{path} is damaged: it keeps tokens outside the vocabulary; get or train it again")
     return DraftHead(weights, target)
 
 
@@ -185,7 +177,7 @@ def computed_anew(run: Callable[[], Tensor]) -> tuple[Tensor, Callable]:
     return output, lambda: output.copy_(run())
 
 
-class HeadProposer(Proposer):
+class HeadProposer:
     """Proposes what a draft head says of the states that `engine` drew from. capture: as for CapturedRunner."""
 
     ROUNDS_TO_ASK = 1
@@ -193,20 +185,19 @@ class HeadProposer(Proposer):
 
     def __init__(self, head: DraftHead, engine: Engine, capture=computed_anew):
         self.head, self.engine, self.rows, self.capture = head, engine, engine.rows, capture
-        self.ids = head.kept.tolist()
+        self.ids, self.device = head.kept.tolist(), head.kept.device
         # After a step of the target, torch's dispatch runs with cold caches: an operation takes 50 microseconds.
-        self.by_numpy = head.dtype is torch.float32 and head.kept.device.type == "cpu"
+        self.by_numpy = head.dtype is torch.float32 and self.device.type == "cpu"
         self.recorded: dict[int, tuple[Tensor, Tensor, Tensor, Callable]] = {}
         self.first: dict[Answer, tuple[int, float, int]] = {}  # guess, its chance, its row of `states`
         self.states: Tensor | None = None  # [R, hidden] after the first round
 
     def strength(self, answers: list[Answer]) -> list[int]:
-        able = [answer for answer in answers if answer in self.rows]
-        self.first = {}
+        able, self.first = [answer for answer in answers if answer in self.rows], {}
         if able:
             rows, tokens = [self.rows[answer] for answer in able], [answer.seq.tokens[-1] for answer in able]
             self.states, guesses = self.round(self.engine.runner.states, rows, tokens)
-            self.first = {c: (*guess, i) for i, (c, guess) in enumerate(zip(able, guesses, strict=True))}
+            self.first = {answer: (*guess, i) for i, (answer, guess) in enumerate(zip(able, guesses, strict=True))}
         return [strength_of(self.first[answer][1]) if answer in self.first else 0 for answer in answers]
 
     def propose(self, answers: list[Answer], limits: list[int]) -> list[list[int]]:
@@ -223,14 +214,16 @@ class HeadProposer(Proposer):
                 going_on.append((i, chance, chance**limit, row))
         states = self.states
         while going_on := [entry for entry in going_on if len(guesses[entry[0]]) < limits[entry[0]]]:
-            rows, tokens = [row for *_, row in going_on], [guesses[i][-1] for i, *_ in going_on]
-            states, more = self.round(states, rows, tokens)
-            entries, going_on = going_on, []
-            for row, ((i, chance, least, _), (token, next_chance)) in enumerate(zip(entries, more, strict=True)):
+            states, more = self.round(states, [row for *_, row in going_on], [guesses[i][-1] for i, *_ in going_on])
+            asked, going_on = going_on, []
+            for row, ((i, chance, least, _), (token, next_chance)) in enumerate(zip(asked, more, strict=True)):
                 if chance * next_chance >= least:
                     guesses[i].append(token)
                     going_on.append((i, chance * next_chance, least, row))
         return guesses
+
+    def backlog(self, answer: Answer) -> int:
+        return 0
 
     def round(self, states: Tensor, rows: list[int], tokens: list[int]) -> tuple[Tensor, list[tuple[int, float]]]:
         """One guess behind each token and the row of `states` that it was drawn from.
@@ -249,20 +242,12 @@ class HeadProposer(Proposer):
         if self.by_numpy:
             totals = np.exp(logits.numpy() - np.array(values, np.float32)[:, None]).sum(1).tolist()
         else:
-            totals = (logits - torch.tensor(values, device=logits.device)[:, None]).exp().sum(1).tolist()
+            totals = (logits - torch.tensor(values, device=self.device)[:, None]).exp().sum(1).tolist()
         return state, [(self.ids[i], 1 / total) for i, total in zip(best, totals, strict=True)]
 
-    @torch.inference_mode()
-    def measure(self, most: int, before: Callable[[], object] = lambda: None) -> StepCost:
-        """Seconds of a round of 1 to `most` answers, each timed right after `before`: a step of the target, say."""
-        shape = max(2, most), self.engine.model.config.hidden_size  # two rows are always timed
-        states = torch.zeros(shape, dtype=self.head.dtype, device=self.head.kept.device)
-        return StepCost.measure(lambda rows: self.round(states, list(range(rows)), [0] * rows), most, before=before)
-
     def record(self, rows: int) -> tuple[Tensor, Tensor, Tensor, Callable]:
-        device = self.head.kept.device
-        token = torch.zeros(rows, dtype=torch.int64, device=device)
-        state = torch.zeros(rows, self.engine.model.config.hidden_size, dtype=self.head.dtype, device=device)
+        token = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        state = torch.zeros(rows, self.engine.model.config.hidden_size, dtype=self.head.dtype, device=self.device)
 
         def run() -> Tensor:
             after, logits = self.head(state, token)
@@ -272,7 +257,9 @@ class HeadProposer(Proposer):
         self.recorded[rows] = token, state, *self.capture(run)
         return self.recorded[rows]
 
-
-def parameters(head: dict[str, Tensor]) -> int:
-    """Weights of a head, the tokens it keeps not counted."""
-    return sum(prod(w.shape) for name, w in head.items() if name != "kept")
+    @torch.inference_mode()
+    def measure(self, most: int, before: Callable[[], object] = lambda: None) -> StepCost:
+        """Seconds of a round of 1 to `most` answers, each timed right after `before`: a step of the target, say."""
+        shape = max(2, most), self.engine.model.config.hidden_size  # two rows are always timed
+        states = torch.zeros(shape, dtype=self.head.dtype, device=self.device)
+        return StepCost.measure(lambda rows: self.round(states, list(range(rows)), [0] * rows), most, before=before)

@@ -1,21 +1,18 @@
 """What a draft head learns from: texts that the target writes itself, and the hidden states it had while writing.
 
-Problem. A head must say what this model would say next, not what people would. Any text would do as a beginning, but
-its continuation has to be the model's own, and beside every token the head wants the state it was drawn from.
+The problem. A head must say what this model would say next, not what people would. Any text would do as a beginning,
+but its continuation has to be the model's own, and beside every token the head wants the state it was drawn from.
 
-Idea. Let the engine answer requests composed of subjects and instructions (data/requests.json) under a proposer that
-guesses nothing, but keeps the states it is shown (`Recorder`).
+The idea. Let the engine answer requests composed of subjects and instructions (data/requests.json) under a speculator
+that guesses nothing, but keeps the states it is shown (`Recorder`).
 
     request    "Give three facts about bees."             greedy, or at temperature 0.7: both are asked of a model
     tokens        Bees  are   social  ins  ects  ...
     states     s0    s1    s2      s3    s4              row i: token i was drawn from state i
 
 Texts are written shard by shard, each from nothing but the seed and its number, so an interrupted run goes on where it
-stopped and ends with the same files. The requests for measuring (`held_out`) have subjects and instructions that no
-training request has.
-
-Source: self-distillation data as in Medusa, Cai et al. 2024 (arXiv:2401.10774, section 2.3.2). Left out: real
-conversations, which would have to be fetched.
+stopped. The requests for measuring (`HELD_OUT`) have subjects and instructions that no training request has.
+Source: self-distillation as in Medusa, Cai et al. 2024 (arXiv:2401.10774, section 2.3.2). Left out: real conversations.
 """
 
 from __future__ import annotations
@@ -29,15 +26,15 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafting.budget import Speculator
 from generate import LLM
 from request import Answer
 from sampling import SamplingParams
 
 SHARD = 64  # texts
 TEMPERATURES = (0.0, 0.7)
-
+KINDS = ("chat", "chat", "chat", "story", "story", "summary", "code")
 DATA = json.loads((Path(__file__).parent.parent / "data" / "requests.json").read_text(encoding="utf-8"))
+HELD_OUT: dict[str, list[str]] = DATA["held_out"]  # by kind
 
 
 def requests(n: int, seed: int) -> list[str]:
@@ -50,37 +47,27 @@ def requests(n: int, seed: int) -> list[str]:
             form = form.replace("{}", draw.choice(DATA["subjects"]), 1)
         return form
 
-    kinds = ("chat", "chat", "chat", "story", "story", "summary", "code")
-    return [compose(draw.choice(DATA["asked"][kinds[i % len(kinds)]])) for i in range(n)]
-
-
-def held_out() -> dict[str, list[str]]:
-    """Requests by kind that no training text begins with, and whose subjects and tasks none of them has."""
-    return DATA["held_out"]
+    return [compose(draw.choice(DATA["asked"][KINDS[i % len(KINDS)]])) for i in range(n)]
 
 
 class Recorder:
-    """A proposer that guesses nothing and keeps, for every answer, the states its tokens were drawn from."""
+    """A speculator that guesses nothing and keeps, for every answer, the states its tokens were drawn from."""
 
     def __init__(self, llm: LLM):
-        self.llm = llm
+        self.engine = llm.engine
         self.states: dict[Answer, list[torch.Tensor]] = {}
 
-    def strength(self, answers: list[Answer]) -> list[int]:
-        rows = self.llm.engine.rows
+    def propose(self, answers: list[Answer], *_) -> list[list[int]]:
         for answer in answers:
-            if answer in rows:
-                self.states.setdefault(answer, []).append(self.llm.engine.runner.states[rows[answer]].half().cpu())
-        return [0] * len(answers)
-
-    def propose(self, answers: list[Answer], limits: list[int]) -> list[list[int]]:
-        raise AssertionError("an answer without evidence is given no guesses")
+            if answer in self.engine.rows:
+                state = self.engine.runner.states[self.engine.rows[answer]]
+                self.states.setdefault(answer, []).append(state.half().cpu())
+        return [[] for _ in answers]
 
 
 def write_shard(llm: LLM, path: Path, asked: list[str], tokens: int, seed: int) -> None:
     """Answer the requests, and save tokens int32 [T], their states float16 [T, hidden], and lengths of the texts."""
-    recorder = Recorder(llm)
-    llm.engine.speculator = Speculator(recorder)
+    recorder = llm.engine.speculator = Recorder(llm)
     answers = []
     for i, text in enumerate(asked):
         params = SamplingParams(temperature=TEMPERATURES[i % 2], max_tokens=tokens, seed=seed + i)
@@ -89,16 +76,15 @@ def write_shard(llm: LLM, path: Path, asked: list[str], tokens: int, seed: int) 
     while llm.engine.has_work:
         llm.engine.step()
     llm.engine.speculator = None
-    failed = next((answer.error for answer in answers if answer.error), None)
-    if failed:
+    if failed := next((answer.error for answer in answers if answer.error), None):
         raise ValueError(f"the model could not answer a request of the training text: {failed}")
-    answers = [answer for answer in answers if answer in recorder.states]  # others ended at their first token
-    states = [torch.stack(recorder.states[answer]) for answer in answers]  # the last token's has been overwritten
-    drawn = [token for c, s in zip(answers, states, strict=True) for token in c.token_ids[: len(s)]]
+    # An answer that ended at its first token has no states; the last token's of the others has been overwritten.
+    states = {answer: torch.stack(recorder.states[answer]) for answer in answers if answer in recorder.states}
+    drawn = [token for answer, rows in states.items() for token in answer.token_ids[: len(rows)]]
     shard = {
         "tokens": torch.tensor(drawn, dtype=torch.int32),
-        "states": torch.cat(states) if states else torch.empty(0, llm.config.hidden_size, dtype=torch.float16),
-        "lengths": torch.tensor([len(s) for s in states], dtype=torch.int32),
+        "states": torch.cat([torch.empty(0, llm.config.hidden_size, dtype=torch.float16), *states.values()]),
+        "lengths": torch.tensor([len(rows) for rows in states.values()], dtype=torch.int32),
     }
     partial = path.with_suffix(".partial")
     save_file(shard, str(partial))
@@ -106,15 +92,14 @@ def write_shard(llm: LLM, path: Path, asked: list[str], tokens: int, seed: int) 
 
 
 def write_texts(
-    llm: LLM, folder: Path, texts: int, tokens: int, seed: int, progress: Callable[[int, int], None]
+    llm: LLM, folder: Path, texts: int, tokens: int, seed: int, progress: Callable[[int], None]
 ) -> dict[str, torch.Tensor]:
     """All shards of the training texts, those that are there already left alone; then as one, in order."""
-    asked = requests(texts, seed)
-    paths = [folder / f"texts-{start // SHARD:04}.safetensors" for start in range(0, texts, SHARD)]
-    for i, path in enumerate(paths):
+    asked, shards = requests(texts, seed), []
+    for start in range(0, texts, SHARD):
+        path = folder / f"texts-{start // SHARD:04}.safetensors"
         if not path.exists():
-            part = asked[i * SHARD : (i + 1) * SHARD]
-            write_shard(llm, path, part, tokens, (seed << 32) + i * SHARD)
-            progress(min(texts, (i + 1) * SHARD), texts)
-    shards = [load_file(str(path)) for path in paths]
+            write_shard(llm, path, asked[start : start + SHARD], tokens, (seed << 32) + start)
+            progress(min(texts, start + SHARD))
+        shards.append(load_file(str(path)))
     return {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}

@@ -1,33 +1,28 @@
 """Train a draft head on texts that the target wrote itself, in minutes on two cores; measure it on others.
 
-    python speculative.py train --out head.safetensors            texts, then steps of training; --resume goes on
+    python speculative.py train --out head.safetensors            texts, then steps of training
     python speculative.py measure --speculate head:head.safetensors
 
-Problem. A head is judged by one thing: how often its guess is the token that the target then draws. There are only
+The problem. A head is judged by one thing: how often its guess is the token that the target then draws. There are only
 minutes to teach it that, so every text should teach as much as it can.
 
-Idea. A drawn token is one sample, but the state after it holds the target's distribution over all tokens. The head is
-trained towards this teacher distribution, step after step from its own states:
+The idea. A drawn token is one sample, but the state after it holds the target's distribution over all tokens. The head
+is trained towards this teacher distribution, step after step from its own states, later steps on fewer rows:
 
     head       s_i ── token i ──► s' ── token i+1 ──► s'' ...    tokens as drawn, states of its own
                                   |                   |          cross entropy of the two, over the kept tokens
     target                   p(. | s_i+1)        p(. | s_i+2)    its TOP likeliest tokens, computed once
 
-Later steps are trained on fewer rows, as later guesses are made less often. Everything random comes from the seed, and
-batch n from the seed and n: an interrupted run ends with the same file as one that was not.
-
 Sources: distillation, Hinton et al. 2015 (arXiv:1503.02531, section 2), for drafts DistillSpec, Zhou et al. 2023
-(arXiv:2310.08461); several steps from its own states, HASS, Zhang et al. 2024 (arXiv:2408.15766, section 3.2); AdamW,
-Loshchilov and Hutter 2017 (arXiv:1711.05101). Left out: states of earlier layers (EAGLE-3, arXiv:2503.01840), training
-the table, mixed precision, GPUs.
+(arXiv:2310.08461); several steps from its own states, HASS, Zhang et al. 2024 (arXiv:2408.15766, section 3.2).
+Left out: states of earlier layers (EAGLE-3, arXiv:2503.01840), training the table, mixed precision, GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import hashlib
 import math
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -36,22 +31,19 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 import kernels
 from drafting.head import EPS, head_shapes, save_head
 from drafting.measure import run_measure
-from drafting.texts import held_out, write_texts
+from drafting.texts import HELD_OUT, write_texts
 from formats.command_line import as_command, warn
 from generate import LLM
 from model import Transformer
 
 TOP = 32  # likeliest tokens of the teacher distribution that are kept
 HELD_BACK = 17  # every so many-th text is not trained on
-SAVE_EVERY = 50  # steps
-NOTE = "settings.json"  # in the work folder: what the run in it is
+LOOK_EVERY = 50  # steps
 
 
 @dataclass(frozen=True)
@@ -84,9 +76,6 @@ class Settings:
             raise ValueError(f"dropout={self.dropout}: a share from 0, to less than 1")
 
 
-# -- the head, in torch operations that have gradients
-
-
 def first_weights(settings: Settings, hidden: int, scale: float) -> dict[str, Tensor]:
     """float32; at first the next state is nearly the last. scale: how large the target's states are."""
     draw = torch.Generator().manual_seed(settings.seed)
@@ -97,7 +86,7 @@ def first_weights(settings: Settings, hidden: int, scale: float) -> dict[str, Te
             weights[name] = torch.randn(shape, generator=draw) * (small / math.sqrt(shape[1]))
         elif name != "kept":
             weights[name] = torch.full(shape, scale if name == "out_norm" else 1.0)
-    return weights
+    return {name: weight.requires_grad_() for name, weight in weights.items()}
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -105,17 +94,10 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def head_step(w: dict[str, Tensor], state: Tensor, embedding: Tensor, drop=lambda x: x) -> Tensor:
-    """As DraftHead.forward: the next state [R, hidden]. drop: what happens to the MLP's values [R, width]."""
+    """DraftHead.forward in operations that have gradients: the next state [R, hidden]. drop: of the MLP's values."""
     both = F.linear(norm(state, w["state_norm"]), w["from_state"])
     gate, up = (both + F.linear(norm(embedding, w["token_norm"]), w["from_token"])).chunk(2, dim=-1)
     return state + F.linear(drop(F.silu(gate) * up), w["down"])
-
-
-def dropout(p: float, draw: torch.Generator) -> Callable[[Tensor], Tensor]:
-    return lambda x: x * (torch.rand(x.shape, generator=draw) >= p) / (1 - p)
-
-
-# -- data
 
 
 class Examples:
@@ -143,12 +125,6 @@ class Examples:
     def positions(self, held_back: bool) -> Tensor:
         return torch.nonzero((self.back == held_back) & (self.left > 0)).flatten()
 
-    def embedding(self, rows: Tensor) -> Tensor:
-        return self.embeddings[self.where[rows]]
-
-
-# -- training
-
 
 def unrolled(w: dict[str, Tensor], ex: Examples, rows: Tensor, unroll: int, shrink: int = 2, **step):
     """For each step of the recurrence: its rows, and the log-chances [R, kept] the head gives to the token behind.
@@ -157,7 +133,7 @@ def unrolled(w: dict[str, Tensor], ex: Examples, rows: Tensor, unroll: int, shri
     """
     state = ex.states[rows].float()
     for j in range(unroll):
-        state = head_step(w, state, ex.embedding(rows + j), **step)
+        state = head_step(w, state, ex.embeddings[ex.where[rows + j]], **step)
         yield rows + j, F.log_softmax(F.linear(norm(state, w["out_norm"]), ex.table), dim=-1)
         going_on = torch.nonzero(ex.left[rows] > j + 1).flatten()[: -(-len(rows) // shrink)]
         rows, state = rows[going_on], state[going_on]
@@ -186,134 +162,65 @@ def accuracy(w: dict[str, Tensor], ex: Examples, unroll: int, most: int = 2048) 
     return [float(torch.cat(hit).float().mean()) for hit in hits if hit]
 
 
-def rate_at(step: int, settings: Settings) -> float:
-    """Warm up over a twentieth of the steps, then a cosine down to nothing."""
-    warm = max(1, settings.steps // 20)
-    return settings.rate * min((step + 1) / warm, 0.5 + 0.5 * math.cos(math.pi * step / settings.steps))
-
-
-def fit(ex: Examples, settings: Settings, folder: Path, report=lambda step, loss, hits: None) -> dict[str, Tensor]:
-    """Train from where `folder` stands to the last step."""
+def fit(ex: Examples, settings: Settings, report=lambda step, text: None) -> dict[str, Tensor]:
+    """The trained weights. Batch n is drawn from the seed and n."""
     scale = float(ex.states[:1024].float().square().mean().sqrt())
     w = first_weights(settings, ex.states.shape[1], scale)
-    for weight in w.values():
-        weight.requires_grad_()
     optimizer = torch.optim.AdamW(w.values(), lr=settings.rate, betas=(0.9, 0.98), weight_decay=0.01)
-    path = folder / "training.safetensors"
-    step = restore(path, w, optimizer)
-    rows = ex.positions(held_back=False)
-    while step < settings.steps:
+    warm, rows = max(1, settings.steps // 20), ex.positions(held_back=False)
+    for step in range(settings.steps):  # warm up over a twentieth of them, then a cosine down to nothing
+        faded = 0.5 + 0.5 * math.cos(math.pi * step / settings.steps)
+        optimizer.param_groups[0]["lr"] = settings.rate * min((step + 1) / warm, faded)
         draw = torch.Generator().manual_seed((settings.seed << 32) + step)
         batch = rows[torch.randint(len(rows), (settings.batch,), generator=draw)]
-        optimizer.param_groups[0]["lr"] = rate_at(step, settings)
-        loss = loss_of(w, ex, batch, settings.unroll, drop=dropout(settings.dropout, draw))
+
+        def drop(x: Tensor, draw=draw) -> Tensor:
+            return x * (torch.rand(x.shape, generator=draw) >= settings.dropout) / (1 - settings.dropout)
+
+        loss = loss_of(w, ex, batch, settings.unroll, drop=drop)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(w.values(), 1.0)
         optimizer.step()
-        step += 1
-        look = step % SAVE_EVERY == 0 or step == settings.steps
-        if look:  # and only here: an interruption may come in the middle of a step
-            keep(path, w, optimizer, step)
-        report(step, loss.item(), accuracy(w, ex, settings.unroll) if look else None)
+        if (step + 1) % LOOK_EVERY == 0 or step + 1 == settings.steps:
+            right = " ".join(f"{hit:.1%}" for hit in accuracy(w, ex, settings.unroll))
+            report(step + 1, f", loss {loss.item():.2f}, right {right}")
     return {name: weight.detach() for name, weight in w.items()} | {"kept": ex.kept}
-
-
-def keep(path: Path, w: dict[str, Tensor], optimizer: torch.optim.AdamW, step: int) -> None:
-    """Weights and the optimiser's moments, so that `restore` finds the next step as it would have been."""
-    tensors = {name: weight.detach() for name, weight in w.items()}
-    for name, weight in w.items():
-        tensors |= {f"{name}.{k}": optimizer.state[weight][k] for k in ("exp_avg", "exp_avg_sq")}
-    partial = path.with_suffix(".partial")
-    save_file(tensors, str(partial), {"step": str(step)})
-    os.replace(partial, path)
-
-
-def restore(path: Path, w: dict[str, Tensor], optimizer: torch.optim.AdamW) -> int:
-    """Put back what `keep` wrote; the number of steps done, 0 if there is nothing."""
-    if not path.exists():
-        return 0
-    with safe_open(str(path), framework="pt") as file, torch.no_grad():
-        step = int(file.metadata()["step"])
-        for name, weight in w.items():
-            weight.copy_(file.get_tensor(name))
-            moments = {k: file.get_tensor(f"{name}.{k}") for k in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[weight] = moments | {"step": torch.tensor(float(step))}
-    return step
 
 
 # -- the command
 
 
-def train(out: str | Path, settings: Settings, load: Callable[[], LLM], resume: bool = False) -> None:
-    """Texts, training, file. What is done so far lies in `<out>.work`, which `resume` goes on from.
-
-    Raises ValueError if that folder holds another run, or one that `resume` does not ask for.
-    """
-    out = Path(out)
-    folder = out.with_name(out.name + ".work")
-    check_folder(folder, settings, resume)
-    llm = load()
-    folder.mkdir(parents=True, exist_ok=True)  # not before: what is refused leaves nothing behind
-    (folder / NOTE).write_text(json.dumps(asdict(settings)), encoding="utf-8")
-    texts = write_texts(llm, folder, settings.texts, settings.tokens, settings.seed, Progress("texts"))
+def train(out: str | Path, settings: Settings, load: Callable[[], LLM]) -> None:
+    """Texts, training, file. Texts lie in `<out>.work`, in a folder for each model and seed: none is written twice."""
+    out, llm = Path(out), load()
+    written_from = (settings.model, settings.quant, settings.texts, settings.tokens, settings.seed)
+    folder = out.with_name(out.name + ".work") / hashlib.sha256(repr(written_from).encode()).hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = write_texts(llm, folder, settings.texts, settings.tokens, settings.seed, progress("texts", settings.texts))
     torch.set_num_threads(kernels.threads())  # an LLM leaves torch one, for the sake of its own kernels
     examples = Examples(texts, settings.kept, llm.model)
-    bar = Progress("steps")
-    weights = fit(examples, settings, folder, lambda step, loss, hits: bar(step, settings.steps, loss, hits))
+    weights = fit(examples, settings, progress("steps", settings.steps))
     save_head(out, weights, llm.model, settings.model, asdict(settings))
 
 
-def check_folder(folder: Path, settings: Settings, resume: bool) -> None:
-    """Refuse a work folder that holds another run, or one that is not to be resumed."""
-    note, now = folder / NOTE, asdict(settings)
-    if note.exists():
-        if not resume:
-            raise ValueError(f"{folder} holds a run that has begun: go on with --resume, or delete it")
-        try:
-            before = dict(json.loads(note.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{note} is damaged ({error}): delete {folder}, and begin again") from None
-        if before != now:
-            differ = {k: (before.get(k), v) for k, v in now.items() if before.get(k) != v}
-            raise ValueError(f"{folder} holds a run with other settings (there, asked for): {differ}; delete it first")
+def progress(what: str, total: int) -> Callable[..., None]:
+    """What reports on stderr how much of `total` is done, and when the rest will be."""
+    start, before = time.perf_counter(), []
 
+    def report(done: int, more: str = "") -> None:
+        before.append(done)  # what an earlier run did says nothing of the pace
+        left = (time.perf_counter() - start) / max(1, done - before[0]) * (total - done)
+        warn(f"{what} {done:,} of {total:,}, {left / 60:.1f} minutes left{more}")
 
-class Progress:
-    """Lines on stderr about what is done: one that is written over on a terminal, else one for each accuracy."""
-
-    def __init__(self, what: str):
-        self.what, self.start, self.first = what, time.perf_counter(), None
-
-    def __call__(self, done: int, total: int, loss: float | None = None, hits: list[float] | None = None) -> None:
-        self.first = done if self.first is None else self.first  # what an earlier run did says nothing of the pace
-        left = (time.perf_counter() - self.start) / max(1, done - self.first) * (total - done)
-        line = f"{self.what} {done:,} of {total:,}, {left / 60:.1f} minutes left"
-        line += "" if loss is None else f", loss {loss:.2f}"
-        line += f", right {' '.join(f'{hit:.1%}' for hit in hits)}" if hits else ""
-        if sys.stderr and sys.stderr.isatty():
-            warn(f"\r{line}  ", end="\n" if done == total or hits else "")
-        elif hits or loss is None:
-            warn(line)
-
-
-def run_train(args: argparse.Namespace) -> None:
-    names = [name for name in asdict(Settings()) if hasattr(args, name)]
-    settings = Settings(**{name: getattr(args, name) for name in names})
-
-    def load() -> LLM:
-        return LLM(settings.model, quant=settings.quant, compile=True, threads=args.threads)
-
-    train(args.out, settings, load, args.resume)
-    print(f"{args.out}: {Path(args.out).stat().st_size / 1e6:.1f} MB; {args.out}.work is not needed any more")
+    return report
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("speculative.py", description="Train a draft head, and measure it.")
     commands = parser.add_subparsers(dest="command", required=True)
     learn = commands.add_parser("train", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    learn.add_argument("--out", required=True, metavar="F", help="the file to write; its work folder is F.work")
-    learn.add_argument("--resume", action="store_true", help="go on with what F.work holds")
+    learn.add_argument("--out", required=True, metavar="F", help="the file to write; its texts are kept in F.work")
     for name, value in asdict(Settings()).items():
         learn.add_argument(f"--{name}", type=type(value), default=value)
     look = commands.add_parser("measure", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -331,8 +238,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             look.error(f"--speculate {args.speculate}: head or head:<file>; n-grams are measured beside it anyway")
         if min(args.tokens, args.rounds, *args.batch) < 1:
             look.error("--tokens, --rounds and --batch must be at least 1")
-        asked = min(map(len, held_out().values()))
-        if max(args.batch) > asked:
+        if max(args.batch) > (asked := min(map(len, HELD_OUT.values()))):
             look.error(f"--batch {max(args.batch)}: there are {asked} requests of a kind to answer side by side")
     return args
 
@@ -340,7 +246,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 @as_command
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    run_train(args) if args.command == "train" else run_measure(args)
+    if args.command == "measure":
+        run_measure(args)
+        return 0
+    settings = Settings(**{name: getattr(args, name) for name in asdict(Settings())})
+    train(args.out, settings, lambda: LLM(settings.model, quant=settings.quant, compile=True, threads=args.threads))
+    print(f"{args.out}: {Path(args.out).stat().st_size / 1e6:.1f} MB; {args.out}.work is not needed any more")
     return 0
 
 

@@ -15,25 +15,18 @@ import mmap
 
 import torch
 
-
-class Arena:
-    CHUNK = 64 << 20
-
-    def __init__(self):
-        self.free = torch.empty(0, dtype=torch.uint8)
-
-    def empty(self, rows: int, columns: int) -> torch.Tensor:
-        """uint8 [rows, columns] of zeros, aligned to a cache line."""
-        nbytes = rows * columns
-        if nbytes > len(self.free):
-            private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-            mapping = mmap.mmap(-1, max(nbytes, self.CHUNK), **private)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                with contextlib.suppress(OSError):  # a kernel without huge pages: small ones do
-                    mapping.madvise(mmap.MADV_HUGEPAGE)
-            self.free = torch.frombuffer(mapping, dtype=torch.uint8)
-        piece, self.free = self.free[:nbytes], self.free[-(-nbytes // 64) * 64 :]
-        return piece.view(rows, columns)
+CHUNK = 64 << 20
+free = torch.empty(0, dtype=torch.uint8)
 
 
-arena = Arena()
+def empty(rows: int, columns: int) -> torch.Tensor:
+    """uint8 [rows, columns] of zeros, aligned to a cache line."""
+    global free
+    nbytes = rows * columns
+    if nbytes > len(free):
+        mapping = mmap.mmap(-1, max(nbytes, CHUNK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(AttributeError, OSError):  # a system without huge pages: small ones do
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        free = torch.frombuffer(mapping, dtype=torch.uint8)
+    piece, free = free[:nbytes], free[-(-nbytes // 64) * 64 :]
+    return piece.view(rows, columns)

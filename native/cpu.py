@@ -97,23 +97,32 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return out.to(gate_up.dtype)
 
 
+def _caches(k: Tensor, v: Tensor) -> dict:
+    """The arguments that say where keys and values are."""
+    if k.dtype not in CACHE_TYPES or k.dtype is not v.dtype:
+        raise ValueError(f"caches of {k.dtype} and {v.dtype}: both must be float32, bfloat16 or float16")
+    if not (k.is_contiguous() and v.is_contiguous()):
+        raise ValueError("the caches must be contiguous [num_blocks, kv_heads, block_size, head_dim] tensors")
+    sizes = zip(("num_blocks", "kv_heads", "block_size", "head_dim"), k.shape, strict=True)
+    return {"cache_type": CACHE_TYPES[k.dtype], "k_cache": k, "v_cache": v, **dict(sizes)}
+
+
 def rope_write_kv(
     qkv, positions, cos_sin, k_cache, v_cache, slot_mapping, num_heads, q_norm=None, k_norm=None, eps=0.0
 ) -> Tensor:
-    num_blocks, kv_heads, block_size, head_dim = k_cache.shape
+    _, kv_heads, _, head_dim = k_cache.shape
     wide, cos_sin = ready(qkv), ready(cos_sin)
-    rows, width = wide.shape
-    if width != (num_heads + 2 * kv_heads) * head_dim or cos_sin.shape[1] != head_dim:
+    (rows, width), needed = wide.shape, (num_heads + 2 * kv_heads) * head_dim
+    if width != needed or cos_sin.shape[1] != head_dim:
         raise ValueError(
             f"qkv has {width} columns and the rotary table {cos_sin.shape[1]}, but {num_heads} + 2 * {kv_heads} "
-            f"heads of {head_dim} need {(num_heads + 2 * kv_heads) * head_dim} and {head_dim}"
+            f"heads of {head_dim} need {needed} and {head_dim}"
         )
     q = empty((rows, num_heads, head_dim))
     ROPE(
-        cache_type=_cache_type(k_cache, v_cache), qkv=wide, positions=ready(positions, torch.int64), cos_sin=cos_sin,
-        k_cache=k_cache, v_cache=v_cache, slots=ready(slot_mapping, torch.int64), q_norm=ready(q_norm),
-        k_norm=ready(k_norm), q=q, rows=rows, heads=num_heads, kv_heads=kv_heads, num_blocks=num_blocks,
-        block_size=block_size, head_dim=head_dim, max_positions=cos_sin.shape[0], eps=eps,
+        qkv=wide, positions=ready(positions, torch.int64), cos_sin=cos_sin, slots=ready(slot_mapping, torch.int64),
+        q_norm=ready(q_norm), k_norm=ready(k_norm), q=q, rows=rows, heads=num_heads, max_positions=cos_sin.shape[0],
+        eps=eps, **_caches(k_cache, v_cache),
     )  # fmt: skip
     return q.to(qkv.dtype)
 
@@ -121,36 +130,27 @@ def rope_write_kv(
 def paged_attention(
     q, k_cache, v_cache, block_tables, query_start, context_lens, scale, window=0, softcap=0.0
 ) -> Tensor:
-    num_blocks, kv_heads, block_size, head_dim = k_cache.shape
+    _, kv_heads, _, head_dim = k_cache.shape
     wide, tables = ready(q), ready(block_tables, torch.int32)
     rows, heads, dim = wide.shape
     if dim != head_dim or heads % kv_heads:
         raise ValueError(f"q has {heads} heads of {dim}, the cache {kv_heads} heads of {head_dim}: they do not fit")
     out = empty(wide.shape)
     ATTENTION(
-        cache_type=_cache_type(k_cache, v_cache), q=wide, k_cache=k_cache, v_cache=v_cache, block_tables=tables,
-        query_start=ready(query_start, torch.int32), context_lens=ready(context_lens, torch.int32), out=out, rows=rows,
-        sequences=len(context_lens), max_blocks=tables.shape[1], heads=heads, kv_heads=kv_heads, num_blocks=num_blocks,
-        block_size=block_size, head_dim=head_dim, window=window, scale=scale, softcap=softcap,
+        q=wide, block_tables=tables, query_start=ready(query_start, torch.int32),
+        context_lens=ready(context_lens, torch.int32), out=out, rows=rows, sequences=len(context_lens),
+        max_blocks=tables.shape[1], heads=heads, window=window, scale=scale, softcap=softcap,
+        **_caches(k_cache, v_cache),
     )  # fmt: skip
     return out.to(q.dtype)
-
-
-def _cache_type(k_cache: Tensor, v_cache: Tensor) -> int:
-    if k_cache.dtype not in CACHE_TYPES or k_cache.dtype is not v_cache.dtype:
-        raise ValueError(f"caches of {k_cache.dtype} and {v_cache.dtype}: both must be float32, bfloat16 or float16")
-    if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
-        raise ValueError("the caches must be contiguous [num_blocks, kv_heads, block_size, head_dim] tensors")
-    return CACHE_TYPES[k_cache.dtype]
 
 
 @lru_cache(maxsize=256)
 def packed_bytes(bits: int, in_features: int, group_size: int) -> int:
     """Bytes of one tile of 16 channels in the packed forms of native/packing.py."""
     k = padded(in_features, group_size)
-    if bits == 4:
-        return k * 8 + k // group_size * 64
-    return k * 16 + (k // group_size * 32 if group_size else 64)
+    params = k // group_size * (64 if bits == 4 else 32) if group_size else 64
+    return k * TILE * bits // 8 + params
 
 
 def _linear(
@@ -162,8 +162,6 @@ def _linear(
         raise ValueError(
             f"int{bits} weight {tuple(packed.shape)} is not that of [{out_features}, {k}] in groups of {group_size}"
         )
-    if activation not in ("int8", "float"):
-        raise ValueError(f"activation {activation!r} is unknown: choose int8 or float")
     shapes = {"bias": (out_features,), "norm_weight": (k,), "residual": (*x.shape[:-1], width)}
     for (name, shape), t in zip(shapes.items(), (bias, norm_weight, residual), strict=True):
         if t is not None and t.shape != shape:
@@ -175,9 +173,6 @@ def _linear(
         float_activation=activation == "float", eps=eps,
     )  # fmt: skip
     return out.to(x.dtype)
-
-
-int4_linear, int8_linear = partial(_linear, 4), partial(_linear, 8)
 
 
 def _embedding(bits: int, ids: Tensor, packed: Tensor, in_features: int, group_size: int) -> Tensor:
@@ -194,6 +189,7 @@ def _embedding(bits: int, ids: Tensor, packed: Tensor, in_features: int, group_s
     return out
 
 
+int4_linear, int8_linear = partial(_linear, 4), partial(_linear, 8)
 int4_embedding, int8_embedding = partial(_embedding, 4), partial(_embedding, 8)
 
 
@@ -209,13 +205,10 @@ def gather(source: Tensor, rows: Tensor | None, out: Tensor) -> Tensor:
 def draw(logits: Tensor, rows: list[int], drawings: list[tuple[float, ...]]) -> list[int]:
     """A token of each of the `rows` of logits [R, V], as `sampling.weigh` and `sampling.draw` define it.
 
-    A drawing is (best, temperature, min_p, top_k, top_p, u): the row's largest logit, finite; the filters; and the
-    uniform sample in [0, 1).
+    A drawing is (best, temperature, min_p, top_k, top_p, u): the row's largest logit, the filters, the uniform sample.
     """
     wide, count = ready(logits), len(rows)
-    row_ids, numbers = torch.tensor(rows, dtype=torch.int64), torch.tensor(drawings, dtype=torch.float64)
-    if numbers.shape != (count, 6):
-        raise ValueError(f"{count} rows to draw from and drawings of shape {tuple(numbers.shape)}: six numbers each")
-    tokens = torch.empty(count, dtype=torch.int64)
+    row_ids, tokens = torch.tensor(rows, dtype=torch.int64), torch.empty(count, dtype=torch.int64)
+    numbers = torch.tensor(drawings, dtype=torch.float64).view(count, 6)
     DRAW(x=wide, rows=row_ids, drawings=numbers, tokens=tokens, count=count, limit=wide.shape[0], n=wide.shape[1])
     return tokens.tolist()

@@ -11,11 +11,9 @@ a second, small kernel folds the splits of each row from first to last:
                                                           m, l, acc │  m, l, acc   │  m, l, acc
                                                                └──── fold ──────┴──────┘ ──► out
 
-Splits are counted from position 0: a row's additions do not depend on what else is in the batch. The product reads the
-packed tiles of native/packing.py, 32 inputs at a time, and opens the codes up in registers.
-
-Sources: Flash-Decoding (Dao et al. 2023, blog); Milakov and Gimelshein 2018. Left out: tuning per device, 8-bit
-activations inside the matrix unit. TRITON_INTERPRET=1 runs both on a CPU, which is how they are tested without a GPU.
+Splits are counted from position 0: a row's additions do not depend on what else is in the batch. Sources:
+Flash-Decoding (Dao et al. 2023, blog); Milakov and Gimelshein 2018. Left out: tuning per device, 8-bit activations
+inside the matrix unit. TRITON_INTERPRET=1 runs both on a CPU.
 """
 
 from __future__ import annotations
@@ -33,14 +31,8 @@ SPLIT = 512  # keys of a split
 
 
 @triton.jit
-def _split_attention(
-    q, k_cache, v_cache, block_tables, query_start, context_lens, partial, bounds, scale, softcap,
-    sequences, max_blocks, heads, kv_heads, rows_total, window,
-    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP_HEADS: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    # Sequence s owns the blocks from query_start[s] // TOKENS + s on: room for its rows, in rising order.
+def _sequence_of(block, query_start, sequences, TOKENS: tl.constexpr):
+    """Sequence s owns the row blocks from query_start[s] // TOKENS + s on: room for its rows, in rising order."""
     low, high = 0, sequences
     while low + 1 < high:
         middle = (low + high) // 2
@@ -48,17 +40,29 @@ def _split_attention(
             low = middle
         else:
             high = middle
-    start, end = tl.load(query_start + low), tl.load(query_start + low + 1)
-    first = (block - start // TOKENS - low) * TOKENS  # first token of the block, within its sequence
-    context = tl.load(context_lens + low)
+    return low
 
-    row = tl.arange(0, ROWS)
+
+@triton.jit
+def _split_attention(
+    q, k_cache, v_cache, block_tables, query_start, context_lens, partial, bounds, scale, softcap,
+    sequences, max_blocks, heads, kv_heads, rows_total, window,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP_HEADS: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    s = _sequence_of(block, query_start, sequences, TOKENS)
+    start, end = tl.load(query_start + s), tl.load(query_start + s + 1)
+    first = (block - start // TOKENS - s) * TOKENS  # first token of the block, within its sequence
+    context = tl.load(context_lens + s)
+
+    row, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     token, head = first + row // GROUP_HEADS, kv_head * GROUP_HEADS + row % GROUP_HEADS
     valid = (row // GROUP_HEADS < TOKENS) & (start + token < end)
     position = context - (end - start) + token  # [ROWS]
-    d = tl.arange(0, WIDTH)
     at = ((start + token) * heads + head) * HEAD_DIM
-    query = tl.load(q + at[:, None] + d, mask=valid[:, None] & (d < HEAD_DIM), other=0.0).to(tl.float32)
+    inside_row = valid[:, None] & (d < HEAD_DIM)
+    query = tl.load(q + at[:, None] + d, mask=inside_row, other=0.0).to(tl.float32)
 
     m = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -70,7 +74,7 @@ def _split_attention(
     for tile in range(tl.maximum(split * SPLIT, begin // KEYS * KEYS), last, KEYS):
         j = tile + tl.arange(0, KEYS)
         inside = (j >= begin) & (j < last)
-        page = tl.load(block_tables + low * max_blocks + j // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        page = tl.load(block_tables + s * max_blocks + j // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         offset = ((page * kv_heads + kv_head) * BLOCK_SIZE + j % BLOCK_SIZE) * HEAD_DIM
         read = inside[:, None] & (d < HEAD_DIM)
         keys = tl.load(k_cache + offset[:, None] + d, mask=read, other=0.0).to(tl.float32)
@@ -92,7 +96,7 @@ def _split_attention(
     to = (split * rows_total + start + token) * heads + head
     tl.store(bounds + 2 * to, m, mask=valid)
     tl.store(bounds + 2 * to + 1, total, mask=valid)
-    tl.store(partial + to[:, None] * HEAD_DIM + d, acc, mask=valid[:, None] & (d < HEAD_DIM))
+    tl.store(partial + to[:, None] * HEAD_DIM + d, acc, mask=inside_row)
 
 
 @triton.jit
@@ -118,15 +122,7 @@ def _fold_splits(
 
 
 def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    query_start: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
+    q, k_cache, v_cache, block_tables, query_start, context_lens, scale, window=0, softcap=0.0
 ) -> Tensor:
     """As kernels.paged_attention: [T, heads, head_dim] over paged keys and values."""
     rows, heads, head_dim = q.shape
@@ -138,17 +134,16 @@ def paged_attention(
     block_rows = max(ROWS, triton.next_power_of_2(group))
     tokens = block_rows // group
     splits = triton.cdiv(max_blocks * block_size, SPLIT)  # the longest context possible: the real one is on the device
-    partial = torch.empty((splits, rows, heads, head_dim), dtype=torch.float32, device=q.device)
-    bounds = torch.empty((splits, rows, heads, 2), dtype=torch.float32, device=q.device)
-    out, width = torch.empty_like(q), triton.next_power_of_2(head_dim)
+    partial, bounds = (q.new_empty((splits, rows, heads, n), dtype=torch.float32) for n in (head_dim, 2))
+    out, width = torch.empty_like(q), max(16, triton.next_power_of_2(head_dim))
     _split_attention[(rows // tokens + sequences, kv_heads, splits)](
         q.contiguous(), k_cache, v_cache, block_tables.contiguous(), query_start, context_lens, partial, bounds, scale,
         float(softcap), sequences, max_blocks, heads, kv_heads, rows, window,
-        BLOCK_SIZE=block_size, HEAD_DIM=head_dim, WIDTH=max(16, width), GROUP_HEADS=group, TOKENS=tokens,
+        BLOCK_SIZE=block_size, HEAD_DIM=head_dim, WIDTH=width, GROUP_HEADS=group, TOKENS=tokens,
         ROWS=block_rows, KEYS=KEYS, SPLIT=SPLIT,
     )  # fmt: skip
     _fold_splits[(rows, heads)](
-        partial, bounds, out, query_start, sequences, heads, rows, splits, HEAD_DIM=head_dim, WIDTH=max(16, width)
+        partial, bounds, out, query_start, sequences, heads, rows, splits, HEAD_DIM=head_dim, WIDTH=width
     )
     return out
 
@@ -156,32 +151,27 @@ def paged_attention(
 @triton.jit
 def _product(
     x, packed, y, rows, n, k, groups, tile_bytes, repeat,
-    BITS: tl.constexpr, PER_CHANNEL: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    BITS: tl.constexpr, PARAM: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
+    """x [rows, k] times the packed tiles, 32 inputs at a time; the codes are opened up in registers.
+
+    PARAM is the type of the scales; int4 has a minimum behind each 16 of them. `repeat` groups of 32 share a scale.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     i = tl.arange(0, 32)  # inputs of a group
-    step = i // 4
+    step, inside = i // 4, channel < n
     tile = packed + (channel // 16).to(tl.int64) * tile_bytes  # [CHANNELS]
-    inside = channel < n
-    if BITS == 4:
-        offset = (step % 4 * 64 + i % 4)[:, None] + (channel % 16 * 4)[None]  # [32, CHANNELS]
-    else:
-        offset = (step * 64 + i % 4)[:, None] + (channel % 16 * 4)[None]
-    params = tile + groups * 64 * BITS
+    chunk = step % 4 if BITS == 4 else step
+    offset = (chunk * 64 + i % 4)[:, None] + (channel % 16 * 4)[None]  # [32, CHANNELS]
+    params = (tile + groups * 64 * BITS).to(tl.pointer_type(PARAM)) + channel % 16
     acc = tl.zeros((ROWS, CHANNELS), tl.float32)
     for g in range(groups):
         code = tl.load(tile[None] + g * 64 * BITS + offset, mask=inside[None], other=0)
-        if PER_CHANNEL:
-            scale = tl.load((params + channel % 16 * 4).to(tl.pointer_type(tl.float32)), mask=inside, other=0.0)
-        elif BITS == 4:
-            at = params + g // repeat * 64 + channel % 16 * 2
-            scale = tl.load(at.to(tl.pointer_type(tl.float16)), mask=inside, other=0.0).to(tl.float32)
-        else:
-            at = params + g // repeat * 32 + channel % 16 * 2
-            scale = tl.load(at.to(tl.pointer_type(tl.float16)), mask=inside, other=0.0).to(tl.float32)
+        at = params + g // repeat * (32 if BITS == 4 else 16)
+        scale = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         if BITS == 4:
-            low = tl.load((at + 32).to(tl.pointer_type(tl.float16)), mask=inside, other=0.0).to(tl.float32)
+            low = tl.load(at + 16, mask=inside, other=0.0).to(tl.float32)
             nibble = (code >> (step // 4 * 4).to(tl.uint8)[:, None]) & 15
             weight = nibble.to(tl.float32) * scale[None] + low[None]  # [32, CHANNELS]
         else:
@@ -197,11 +187,10 @@ def product(x: Tensor, packed: Tensor, out_features: int, group_size: int, bits:
     k = x.shape[-1]
     flat = x.reshape(-1, k).contiguous()
     y = torch.empty((flat.shape[0], out_features), dtype=torch.float32, device=x.device)
-    channels = 2 * TILE
     if flat.shape[0]:
-        groups = padded(k, group_size) // GROUP
+        groups, channels = padded(k, group_size) // GROUP, 2 * TILE
         _product[(triton.cdiv(flat.shape[0], ROWS), triton.cdiv(out_features, channels))](
-            flat, packed, y, flat.shape[0], out_features, k, groups, packed.shape[1], max(group_size // GROUP, 1),
-            BITS=bits, PER_CHANNEL=group_size == 0, ROWS=ROWS, CHANNELS=channels,
+            flat, packed, y, flat.shape[0], out_features, k, groups, packed.shape[1], group_size // GROUP or groups,
+            BITS=bits, PARAM=tl.float16 if group_size else tl.float32, ROWS=ROWS, CHANNELS=channels,
         )  # fmt: skip
     return y.view(*x.shape[:-1], out_features)

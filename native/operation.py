@@ -29,10 +29,7 @@ FORMATS = {"int64_t": "q", "float": "f", "bool": "?"}  # of Python's struct modu
 
 
 class Operation:
-    """One operation of kernels.cpp. `fields` is the body of the C struct that holds its arguments.
-
-    The struct is written down here alone: the build includes it as C++ (`header`), and a call fills it by name.
-    """
+    """One operation of kernels.cpp. `fields` is the body of the C struct that holds its arguments."""
 
     declared: list[Operation] = []  # the order is that of the table in kernels.cpp
 

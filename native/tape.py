@@ -8,9 +8,7 @@ The idea. The kernels' one entry point takes a run of 64-bit words, and one oper
     one operation      | op | n | struct of arguments |                                    1 call
     a recorded step    | op | n | ... || op | n | ... || ... || op | n | ... |              still 1 call
 
-`Tape` keeps the words of every operation that is called while it is open; `replay()` runs all of them at once. The
-pointers are fixed; the numbers behind them (token ids, positions, lengths) are written in place before each replay.
-
+The pointers are fixed; the numbers behind them (token ids, positions, lengths) are written in place before a replay.
 Source: CUDA graphs and their private memory pools, as torch.cuda.CUDAGraph has them. Left out: tapes whose sizes vary.
 """
 
@@ -27,7 +25,7 @@ from native.cpu import gather
 from native.operation import check, recording
 
 
-def _uses(memory: Tensor) -> int:  # how many tensors share this memory, this one included
+def uses(memory: Tensor) -> int:  # how many tensors share this memory, this one included
     return torch._C._storage_Use_Count(memory.untyped_storage()._cdata)
 
 
@@ -58,16 +56,13 @@ class Tape(TorchDispatchMode):
         return super().__exit__(*error)
 
     def empty(self, shape: tuple[int, ...]) -> Tensor:
-        """Memory that no tensor of the recording uses at this point, nor at the same point of a replay.
-
-        Memory that torch freed while recording would still be written by the replay: so it belongs to the tape.
-        """
+        """Memory that no tensor uses at this point of the recording. It is the tape's: a replay still writes there."""
         blocks = self.memory.setdefault(prod(shape), [])
         for memory, unused in blocks:
-            if _uses(memory) == unused:
+            if uses(memory) == unused:
                 return memory.view(shape)
         memory = torch.empty(prod(shape))
-        blocks.append((memory, _uses(memory)))
+        blocks.append((memory, uses(memory)))
         self.owned.add(memory.data_ptr())
         return memory.view(shape)
 
@@ -76,20 +71,17 @@ class Tape(TorchDispatchMode):
         # rows) are translated, what moves no data may pass, and the rest is refused.
         kwargs = kwargs or {}
         tensors = {t.untyped_storage().data_ptr(): t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)}
-        for address, t in tensors.items():
-            if address not in self.owned:
-                self.inputs.setdefault(address, t)
+        self.inputs |= {address: t for address, t in tensors.items() if address not in self.owned}
         name = func._schema.name
         if name == "aten::copy_" and args[0].shape == args[1].shape and args[0].dtype is args[1].dtype:
             return gather(args[1], None, args[0])
         if name == "aten::index" and len(args[1]) == 1 and args[1][0].dim() == 1:
             return gather(args[0], args[1][0], self.empty((args[1][0].shape[0], *args[0].shape[1:])))
         out = func(*args, **kwargs)
-        if func.namespace == "vitrine":
-            return out
-        results = out if isinstance(out, (tuple, list)) else (out,)
-        if func._schema.is_mutable or any(r.untyped_storage().data_ptr() not in tensors for r in results):
-            raise ValueError(f"{func} cannot be part of a tape: only torch.ops.vitrine, views and row copies can be")
+        if func.namespace != "vitrine":
+            results = out if isinstance(out, (tuple, list)) else (out,)
+            if func._schema.is_mutable or any(r.untyped_storage().data_ptr() not in tensors for r in results):
+                raise ValueError(f"{func} cannot be part of a tape: only torch.ops.vitrine, views, row copies")
         return out
 
     def replay(self) -> None:

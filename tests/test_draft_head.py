@@ -349,40 +349,34 @@ def test_a_trained_head_is_right_more_often_than_a_random_one(decided, tmp_path)
     assert right[0] > 30 > right[1]
 
 
-@pytest.mark.parametrize("where", ("texts", "steps"))
-def test_an_interrupted_training_ends_with_the_same_file(folder, tmp_path, monkeypatch, where):
+def test_an_interrupted_training_ends_with_the_same_file(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(head_texts, "SHARD", 2)
-    monkeypatch.setattr("drafting.train.SAVE_EVERY", 10)
-    settings = dataclasses.replace(SMALL, steps=25, tokens=20)
+    settings, write, written = dataclasses.replace(SMALL, steps=25, tokens=20), head_texts.write_shard, []
 
-    def load():
-        return LLM(folder, **OPTIONS)
+    def write_shard(llm, path, *rest):
+        if len(written) == 5:
+            raise KeyboardInterrupt
+        written.append(path)
+        write(llm, path, *rest)
 
-    train(tmp_path / "whole", settings, load)
-
-    class Interrupting:
-        def __init__(self, what):
-            self.what = what
-
-        def __call__(self, done, total, *more):
-            if self.what == where and done in (4, 14):
-                raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("drafting.train.Progress", Interrupting)
-        train(tmp_path / "halves", settings, load)
-    assert not (tmp_path / "halves").exists()
-    with pytest.raises(ValueError, match="--resume, or delete it"):
-        train(tmp_path / "halves", settings, load)
-    with pytest.raises(ValueError, match=r"other settings.*'seed': \(0, 1\)"):
-        train(tmp_path / "halves", dataclasses.replace(settings, seed=1), load, resume=True)
-    train(tmp_path / "halves", settings, load, resume=True)
+    monkeypatch.setattr(head_texts, "write_shard", write_shard)
+    train(tmp_path / "whole", settings, lambda: LLM(folder, **OPTIONS))
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "halves", settings, lambda: LLM(folder, **OPTIONS))
+    assert len(written) == 5 and not (tmp_path / "halves").exists()
+    monkeypatch.setattr(
+        head_texts, "write_shard", lambda llm, path, *rest: written.append(path) or write(llm, path, *rest)
+    )
+    train(tmp_path / "halves", settings, lambda: LLM(folder, **OPTIONS))
     assert (tmp_path / "halves").read_bytes() == (tmp_path / "whole").read_bytes()
+    assert len(written) == len(set(written)) == 6, "no text is written twice"
+    train(tmp_path / "halves", dataclasses.replace(settings, seed=1), lambda: LLM(folder, **OPTIONS))
+    assert len(set(written)) == 9, "and those of another run are not taken for its own"
 
 
 def test_measuring_texts_are_not_training_texts():
     asked = "\n".join(head_texts.requests(2000, 0))
-    for text in (text for texts in head_texts.held_out().values() for text in texts):
+    for text in (text for texts in head_texts.HELD_OUT.values() for text in texts):
         assert " ".join(text.split()[:4]) not in asked
 
 
@@ -403,7 +397,7 @@ def test_the_shipped_head_guesses_for_the_default_model(smollm2):
     """On requests it was not trained on: the tokens of plain decoding, in fewer steps."""
     llm = LLM(quant="int4", compile=True, num_blocks=200, threads=2, speculate="head")
     llm.engine.speculator.step = None
-    asked = [texts[0] for texts in head_texts.held_out().values()]
+    asked = [texts[0] for texts in head_texts.HELD_OUT.values()]
     params, steps, answers = SamplingParams(temperature=0, max_tokens=32), [], []
     for side in (llm.engine.speculator, None):
         llm.engine.speculator, before = side, llm.scheduler.stats()["steps"]
@@ -429,11 +423,6 @@ def test_the_command_refuses_by_name(tmp_path, capsys):
     assert main(["train", "--out", str(tmp_path / "a" / "h"), "--model", "nothing"]) == 2
     assert "No model 'nothing'" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-    for content in ("", "[]", "[1]", '"x"'):
-        (tmp_path / "h.work").mkdir(exist_ok=True)
-        (tmp_path / "h.work" / "settings.json").write_text(content)
-        assert main(["train", "--out", str(tmp_path / "h"), "--resume"]) == 2
-        assert "settings" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

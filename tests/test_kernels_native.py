@@ -124,8 +124,6 @@ def test_wrong_arguments_are_refused_before_memory_is_touched():
     hidden, weights, state = layer_inputs()
     with pytest.raises(ValueError, match=r"\[65, 48\]"):
         ops.int4_linear(hidden, weights["qkv"], 650 // 10, 64)
-    with pytest.raises(ValueError, match="activation 'int3'"):
-        ops.int4_linear(hidden, weights["qkv"], 64, 32, activation="int3")
     with pytest.raises(ValueError, match="bias has shape"):
         ops.int4_linear(hidden, weights["qkv"], 64, 32, bias=torch.zeros(63))
     with pytest.raises(ValueError, match="embedding table"):

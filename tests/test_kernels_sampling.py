@@ -84,5 +84,3 @@ def test_a_wrong_draw_touches_no_memory_it_does_not_own():
     for bad in (-1, 2):
         with pytest.raises(ValueError, match="row index"):
             kernels_native.draw(row, [0, bad], [(0.0, 1.0, 0.0, 0, 1.0, 0.5)] * 2)
-    with pytest.raises(ValueError, match="six numbers"):
-        kernels_native.draw(row, [0], [(0.0, 1.0)])
