@@ -55,8 +55,8 @@ class StepCost:
     def measure(cls, run: Callable[[int], object], most: int, budget_s=0.4, before=lambda: None) -> StepCost:
         """run(rows) computes a step; sizes are doubled until `most`, or until timing them takes the budget.
 
-        Each is timed up to PASSES times in turn and its shortest time counts, since a machine that is busy elsewhere
-        spoils single passes. before() runs untimed before each call, to empty the caches as other work in a step does.
+        The shortest of PASSES times counts, since a machine that is busy elsewhere spoils single ones. before() runs
+        untimed before each call, to empty the caches as other work in a step does.
         """
         seconds: dict[int, float] = {}
 
@@ -139,14 +139,19 @@ class Speculator:
         self.decodes += n
         self.steps += 1
         self.strengths = {}
-        if not any(rooms) or (self.step is not None and not self._may_ask(n)):
+        if self.step is not None:
+            self.account = self.accounts[n.bit_length()]
+            self.account.pay_in(SHARE * n, SHARE * n)
+        if not any(rooms) or (self.step is not None and not (self.account.asking > 0 and self._prices(n)[2])):
             return guesses
         self.strengths = dict(zip(answers, self.proposer.strength(answers), strict=True))
         limits = [min(r, self.most) if self.strengths[a] else 0 for a, r in zip(answers, rooms, strict=True)]
         if self.step is not None:
             limits = self.plan(answers, limits)
         guessing = [answer for answer, limit in zip(answers, limits, strict=True) if limit]
-        missed = sum(map(self._missed, guessing))
+        # To read a prompt before an answer's first guess does not count: it happens once, however many guesses follow.
+        silent = [self.steps - 1 - self.last.get(answer, self.steps - 1) for answer in guessing]
+        missed = sum(min(s, self.proposer.backlog(answer)) for s, answer in zip(silent, guessing, strict=True))
         self.last.update(dict.fromkeys(guessing, self.steps))
         if guessing:
             guesses = self.proposer.propose(answers, limits)
@@ -211,18 +216,6 @@ class Speculator:
             best = most_worth(n, [(BEST_CHANCE**depth, depth, 0) for depth in depths], rows, one_round, 0)
             self.known[n] = rows, one_round, best > 0
         return self.known[n]
-
-    def _may_ask(self, n: int) -> bool:
-        """Whether the account of batches of this size has a balance, and guesses could win anything."""
-        self.account = self.accounts[n.bit_length()]
-        self.account.pay_in(SHARE * n, SHARE * n)
-        return self.account.asking > 0 and self._prices(n)[2]
-
-    def _missed(self, answer: Answer) -> int:
-        """Tokens the proposer must catch up with for having made no guess lately. Reading a prompt before an answer's
-        first guess does not count: it happens once, however many guesses follow."""
-        silent = self.steps - 1 - self.last.get(answer, self.steps - 1)
-        return min(silent, self.proposer.backlog(answer))
 
     def _record(self, answer: Answer) -> Record:
         """Of an answer's guesses of the present strength; a new one expects what the others had."""

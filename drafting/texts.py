@@ -20,12 +20,12 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from formats.command_line import warn
 from generate import LLM
 from request import Answer
 from sampling import SamplingParams
@@ -91,15 +91,13 @@ def write_shard(llm: LLM, path: Path, asked: list[str], tokens: int, seed: int) 
     os.replace(partial, path)
 
 
-def write_texts(
-    llm: LLM, folder: Path, texts: int, tokens: int, seed: int, progress: Callable[[int], None]
-) -> dict[str, torch.Tensor]:
+def write_texts(llm: LLM, folder: Path, texts: int, tokens: int, seed: int) -> dict[str, torch.Tensor]:
     """All shards of the training texts, those that are there already left alone; then as one, in order."""
     asked, shards = requests(texts, seed), []
     for start in range(0, texts, SHARD):
         path = folder / f"texts-{start // SHARD:04}.safetensors"
         if not path.exists():
             write_shard(llm, path, asked[start : start + SHARD], tokens, (seed << 32) + start)
-            progress(min(texts, start + SHARD))
+            warn(f"texts {min(texts, start + SHARD):,} of {texts:,}")
         shards.append(load_file(str(path)))
     return {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}

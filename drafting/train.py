@@ -24,7 +24,6 @@ import argparse
 import hashlib
 import math
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,8 +41,7 @@ from generate import LLM
 from model import Transformer
 
 TOP = 32  # likeliest tokens of the teacher distribution that are kept
-HELD_BACK = 17  # every so many-th text is not trained on
-LOOK_EVERY = 50  # steps
+SAY_EVERY = 50  # steps
 
 
 @dataclass(frozen=True)
@@ -101,15 +99,15 @@ def head_step(w: dict[str, Tensor], state: Tensor, embedding: Tensor, drop=lambd
 
 
 class Examples:
-    """The texts as rows: `positions(held_back)` are those from which the head can be unrolled at least once."""
+    """The texts as rows: `tokens`, and the `states` they were drawn from."""
 
     def __init__(self, texts: dict[str, Tensor], kept: int, target: Transformer):
         self.tokens, self.states = texts["tokens"].long(), texts["states"]
         lengths = texts["lengths"].long()
         owner = torch.repeat_interleave(lengths)  # [T], text of each row
         self.left = lengths.cumsum(0)[owner] - torch.arange(len(owner)) - 1  # [T], rows of the text that follow
-        self.back = owner % HELD_BACK == HELD_BACK - 1
-        used = self.tokens[~self.back].bincount()
+        self.starts = torch.nonzero(self.left > 0).flatten()  # the rows from which the head can be unrolled
+        used = self.tokens.bincount()
         order = used.argsort(descending=True, stable=True)[: min(kept, int((used > 0).sum()))]
         self.kept = order.sort().values  # [kept]
         self.table = target.head.lookup(self.kept).float()  # [kept, hidden]
@@ -122,69 +120,45 @@ class Examples:
         top = F.linear(states.float(), self.table).topk(min(TOP, len(self.kept)))
         return top.values.softmax(1), top.indices
 
-    def positions(self, held_back: bool) -> Tensor:
-        return torch.nonzero((self.back == held_back) & (self.left > 0)).flatten()
 
+def loss_of(w: dict[str, Tensor], ex: Examples, rows: Tensor, unroll: int, drop: Callable[[Tensor], Tensor]) -> Tensor:
+    """Cross entropy of the teacher distribution and the head's, summed over the steps, per row of the first.
 
-def unrolled(w: dict[str, Tensor], ex: Examples, rows: Tensor, unroll: int, shrink: int = 2, **step):
-    """For each step of the recurrence: its rows, and the log-chances [R, kept] the head gives to the token behind.
-
-    Every step goes on with a `shrink`-th of the rows before it.
+    Every step of the recurrence goes on with half of the rows before it, since later guesses are made less often.
     """
-    state = ex.states[rows].float()
+    total, first, state = torch.zeros(()), rows, ex.states[rows].float()
     for j in range(unroll):
-        state = head_step(w, state, ex.embeddings[ex.where[rows + j]], **step)
-        yield rows + j, F.log_softmax(F.linear(norm(state, w["out_norm"]), ex.table), dim=-1)
-        going_on = torch.nonzero(ex.left[rows] > j + 1).flatten()[: -(-len(rows) // shrink)]
+        state = head_step(w, state, ex.embeddings[ex.where[rows + j]], drop)
+        chances = F.log_softmax(F.linear(norm(state, w["out_norm"]), ex.table), dim=-1)  # [R, kept]
+        teacher, where = (part[rows + j + 1] for part in ex.teacher)  # [R, TOP]
+        total = total - (teacher * chances.gather(1, where)).sum()
+        going_on = torch.nonzero(ex.left[rows] > j + 1).flatten()[: -(-len(rows) // 2)]
         rows, state = rows[going_on], state[going_on]
-        if not len(rows):
-            return
+    return total / len(first)
 
 
-def loss_of(w: dict[str, Tensor], ex: Examples, rows: Tensor, unroll: int, **step) -> Tensor:
-    """Cross entropy of the teacher distribution and the head's, summed over the steps, per row of the first."""
-    total = torch.zeros(())
-    for at, chances in unrolled(w, ex, rows, unroll, **step):
-        chances_there, where = (part[at + 1] for part in ex.teacher)
-        total = total - (chances_there * chances.gather(1, where)).sum()
-    return total / len(rows)
-
-
-@torch.no_grad()
-def accuracy(w: dict[str, Tensor], ex: Examples, unroll: int, most: int = 2048) -> list[float]:
-    """How often the guess at each distance is the token drawn, given those before it; of held-back texts, if any."""
-    rows = ex.positions(held_back=True)
-    rows = rows[:: max(1, len(rows) // most)]
-    hits: list[list[Tensor]] = [[] for _ in range(unroll)]
-    for part in rows.split(512):
-        for j, (at, chances) in enumerate(unrolled(w, ex, part, unroll, shrink=1)):
-            hits[j].append(ex.kept[chances.argmax(1)] == ex.tokens[at + 1])
-    return [float(torch.cat(hit).float().mean()) for hit in hits if hit]
-
-
-def fit(ex: Examples, settings: Settings, report=lambda step, text: None) -> dict[str, Tensor]:
+def fit(ex: Examples, settings: Settings) -> dict[str, Tensor]:
     """The trained weights. Batch n is drawn from the seed and n."""
     scale = float(ex.states[:1024].float().square().mean().sqrt())
     w = first_weights(settings, ex.states.shape[1], scale)
     optimizer = torch.optim.AdamW(w.values(), lr=settings.rate, betas=(0.9, 0.98), weight_decay=0.01)
-    warm, rows = max(1, settings.steps // 20), ex.positions(held_back=False)
+    warm = max(1, settings.steps // 20)
     for step in range(settings.steps):  # warm up over a twentieth of them, then a cosine down to nothing
         faded = 0.5 + 0.5 * math.cos(math.pi * step / settings.steps)
         optimizer.param_groups[0]["lr"] = settings.rate * min((step + 1) / warm, faded)
         draw = torch.Generator().manual_seed((settings.seed << 32) + step)
-        batch = rows[torch.randint(len(rows), (settings.batch,), generator=draw)]
+        rows = ex.starts[torch.randint(len(ex.starts), (settings.batch,), generator=draw)]
 
         def drop(x: Tensor, draw=draw) -> Tensor:
             return x * (torch.rand(x.shape, generator=draw) >= settings.dropout) / (1 - settings.dropout)
 
-        loss = loss_of(w, ex, batch, settings.unroll, drop=drop)
+        loss = loss_of(w, ex, rows, settings.unroll, drop)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(w.values(), 1.0)
         optimizer.step()
-        if (step + 1) % LOOK_EVERY == 0 or step + 1 == settings.steps:
-            right = " ".join(f"{hit:.1%}" for hit in accuracy(w, ex, settings.unroll))
-            report(step + 1, f", loss {loss.item():.2f}, right {right}")
+        if (step + 1) % SAY_EVERY == 0 or step + 1 == settings.steps:
+            warn(f"steps {step + 1:,} of {settings.steps:,}, loss {loss.item():.2f}")
     return {name: weight.detach() for name, weight in w.items()} | {"kept": ex.kept}
 
 
@@ -197,23 +171,11 @@ def train(out: str | Path, settings: Settings, load: Callable[[], LLM]) -> None:
     written_from = (settings.model, settings.quant, settings.texts, settings.tokens, settings.seed)
     folder = out.with_name(out.name + ".work") / hashlib.sha256(repr(written_from).encode()).hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
-    texts = write_texts(llm, folder, settings.texts, settings.tokens, settings.seed, progress("texts", settings.texts))
+    texts = write_texts(llm, folder, settings.texts, settings.tokens, settings.seed)
     torch.set_num_threads(kernels.threads())  # an LLM leaves torch one, for the sake of its own kernels
     examples = Examples(texts, settings.kept, llm.model)
-    weights = fit(examples, settings, progress("steps", settings.steps))
+    weights = fit(examples, settings)
     save_head(out, weights, llm.model, settings.model, asdict(settings))
-
-
-def progress(what: str, total: int) -> Callable[..., None]:
-    """What reports on stderr how much of `total` is done, and when the rest will be."""
-    start, before = time.perf_counter(), []
-
-    def report(done: int, more: str = "") -> None:
-        before.append(done)  # what an earlier run did says nothing of the pace
-        left = (time.perf_counter() - start) / max(1, done - before[0]) * (total - done)
-        warn(f"{what} {done:,} of {total:,}, {left / 60:.1f} minutes left{more}")
-
-    return report
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

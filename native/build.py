@@ -54,7 +54,7 @@ def cache_dir() -> Path:
 def build(arguments: str, extra_flags: tuple[str, ...] = ()) -> Path:
     """The shared library for this machine, built if the cache has none; raises BuildError without a compiler.
 
-    `arguments` is the header with the structs of the operations (native/operation.py).
+    `arguments` is the header with the structs of the operations (native/tape.py).
     """
     cxx = os.environ.get("CXX", "").strip()  # as make takes it: a compiler, perhaps with flags, or behind a cache
     commands = [shlex.split(cxx)] if cxx else [["g++"], ["c++"], ["clang++"]]

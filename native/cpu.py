@@ -3,7 +3,7 @@
 Every function here has the name and signature of its reference in kernels.py. It computes nothing. What it must do is
 refuse, before memory is touched, whatever would make C++ read or write past the end of a tensor:
 
-    torch tensors ──► shapes agree? types known? contiguous float32? ──► struct (native/operation.py) ──► kernels.cpp
+    torch tensors ──► shapes agree? types known? contiguous float32? ──► struct (native/tape.py) ──► kernels.cpp
 
 Activations in other types are converted on the way in and back on the way out; the caches are read in their own type.
 """
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from native import build
-from native.operation import Operation, empty, header, ready
 from native.packing import TILE, padded
+from native.tape import Operation, empty, header, ready
 
 CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -61,12 +61,6 @@ EMBEDDING = Operation("Embedding", """
     float* y;  // [count, k]
     int64_t count, k, group_size, tile_bytes, tiles;
 """)  # fmt: skip
-GATHER = Operation("Gather", """
-    const int64_t* rows;  // [count], or null for 0, 1, 2 ...
-    const char* x;
-    char* y;
-    int64_t count, limit, bytes;  // rows to copy, rows of x, bytes of a row
-""")  # fmt: skip
 DRAW = Operation("Draw", """
     const float* x;  // [limit, n]
     const int64_t* rows;  // [count]
@@ -97,20 +91,18 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return out.to(gate_up.dtype)
 
 
-def _caches(k: Tensor, v: Tensor) -> dict:
-    """The arguments that say where keys and values are."""
+def _cache_type(k: Tensor, v: Tensor) -> int:
     if k.dtype not in CACHE_TYPES or k.dtype is not v.dtype:
         raise ValueError(f"caches of {k.dtype} and {v.dtype}: both must be float32, bfloat16 or float16")
     if not (k.is_contiguous() and v.is_contiguous()):
         raise ValueError("the caches must be contiguous [num_blocks, kv_heads, block_size, head_dim] tensors")
-    sizes = zip(("num_blocks", "kv_heads", "block_size", "head_dim"), k.shape, strict=True)
-    return {"cache_type": CACHE_TYPES[k.dtype], "k_cache": k, "v_cache": v, **dict(sizes)}
+    return CACHE_TYPES[k.dtype]
 
 
 def rope_write_kv(
     qkv, positions, cos_sin, k_cache, v_cache, slot_mapping, num_heads, q_norm=None, k_norm=None, eps=0.0
 ) -> Tensor:
-    _, kv_heads, _, head_dim = k_cache.shape
+    num_blocks, kv_heads, block_size, head_dim = k_cache.shape
     wide, cos_sin = ready(qkv), ready(cos_sin)
     (rows, width), needed = wide.shape, (num_heads + 2 * kv_heads) * head_dim
     if width != needed or cos_sin.shape[1] != head_dim:
@@ -120,9 +112,10 @@ def rope_write_kv(
         )
     q = empty((rows, num_heads, head_dim))
     ROPE(
-        qkv=wide, positions=ready(positions, torch.int64), cos_sin=cos_sin, slots=ready(slot_mapping, torch.int64),
-        q_norm=ready(q_norm), k_norm=ready(k_norm), q=q, rows=rows, heads=num_heads, max_positions=cos_sin.shape[0],
-        eps=eps, **_caches(k_cache, v_cache),
+        cache_type=_cache_type(k_cache, v_cache), qkv=wide, positions=ready(positions, torch.int64), cos_sin=cos_sin,
+        k_cache=k_cache, v_cache=v_cache, slots=ready(slot_mapping, torch.int64), q_norm=ready(q_norm),
+        k_norm=ready(k_norm), q=q, rows=rows, heads=num_heads, kv_heads=kv_heads, num_blocks=num_blocks,
+        block_size=block_size, head_dim=head_dim, max_positions=cos_sin.shape[0], eps=eps,
     )  # fmt: skip
     return q.to(qkv.dtype)
 
@@ -130,17 +123,17 @@ def rope_write_kv(
 def paged_attention(
     q, k_cache, v_cache, block_tables, query_start, context_lens, scale, window=0, softcap=0.0
 ) -> Tensor:
-    _, kv_heads, _, head_dim = k_cache.shape
+    num_blocks, kv_heads, block_size, head_dim = k_cache.shape
     wide, tables = ready(q), ready(block_tables, torch.int32)
     rows, heads, dim = wide.shape
     if dim != head_dim or heads % kv_heads:
         raise ValueError(f"q has {heads} heads of {dim}, the cache {kv_heads} heads of {head_dim}: they do not fit")
     out = empty(wide.shape)
     ATTENTION(
-        q=wide, block_tables=tables, query_start=ready(query_start, torch.int32),
-        context_lens=ready(context_lens, torch.int32), out=out, rows=rows, sequences=len(context_lens),
-        max_blocks=tables.shape[1], heads=heads, window=window, scale=scale, softcap=softcap,
-        **_caches(k_cache, v_cache),
+        cache_type=_cache_type(k_cache, v_cache), q=wide, k_cache=k_cache, v_cache=v_cache, block_tables=tables,
+        query_start=ready(query_start, torch.int32), context_lens=ready(context_lens, torch.int32), out=out, rows=rows,
+        sequences=len(context_lens), max_blocks=tables.shape[1], heads=heads, kv_heads=kv_heads, num_blocks=num_blocks,
+        block_size=block_size, head_dim=head_dim, window=window, scale=scale, softcap=softcap,
     )  # fmt: skip
     return out.to(q.dtype)
 
@@ -191,15 +184,6 @@ def _embedding(bits: int, ids: Tensor, packed: Tensor, in_features: int, group_s
 
 int4_linear, int8_linear = partial(_linear, 4), partial(_linear, 8)
 int4_embedding, int8_embedding = partial(_embedding, 4), partial(_embedding, 8)
-
-
-def gather(source: Tensor, rows: Tensor | None, out: Tensor) -> Tensor:
-    """out[i] = source[rows[i]], or source[i] without rows; of any dtype."""
-    ready(out, out.dtype)
-    source, rows = ready(source, out.dtype), ready(rows, torch.int64)
-    count, limit = (out.shape[0], source.shape[0]) if rows is not None else (1, 1)
-    GATHER(rows=rows, x=source, y=out, count=count, limit=limit, bytes=out.nbytes // max(count, 1))
-    return out
 
 
 def draw(logits: Tensor, rows: list[int], drawings: list[tuple[float, ...]]) -> list[int]:

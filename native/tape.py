@@ -1,19 +1,27 @@
-"""Tapes: a whole decode step of C++ kernels, recorded once and replayed in one call.
+"""Calls into the C++ kernels as words, and tapes: a whole decode step, recorded once and replayed in one call.
 
-The problem. A decode step of a small model is two hundred operations of 5 to 30 microseconds each, and Python, torch's
-dispatch and an allocation cost about 10 microseconds every time: half of the step is spent on the way to the kernels.
+The problem. An operation has up to twenty arguments: one that is added on one side only turns pointers into sizes on
+the other. And a decode step of a small model is two hundred operations of 5 to 30 microseconds; Python, torch's
+dispatch and an allocation cost about 10 microseconds each time, so half of the step is spent on the way to the kernels.
 
-The idea. The kernels' one entry point takes a run of 64-bit words, and one operation is a short run of them:
+The idea. The arguments are one struct, written down once, in C (native/cpu.py). The build includes its text as a
+header; here Python's `struct` module reads the same text and lays the values out as C does:
 
-    one operation      | op | n | struct of arguments |                                    1 call
+    const float *x, *weight; float* y; int64_t rows, n; float eps;         one declaration
+      │ C++: struct RmsNorm { ... }              │ Python: RMS_NORM(x=x, weight=weight, y=out, rows=3, n=576, eps=1e-5)
+
+    one operation      | op | n | struct of n words |                                      1 call
     a recorded step    | op | n | ... || op | n | ... || ... || op | n | ... |              still 1 call
 
-The pointers are fixed; the numbers behind them (token ids, positions, lengths) are written in place before a replay.
+A tape's pointers are fixed; the numbers behind them (ids, positions, lengths) are written in place before a replay.
 Source: CUDA graphs and their private memory pools, as torch.cuda.CUDAGraph has them. Left out: tapes whose sizes vary.
 """
 
 from __future__ import annotations
 
+import re
+import struct
+import threading
 from math import prod
 
 import torch
@@ -21,8 +29,85 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from native import build
-from native.cpu import gather
-from native.operation import check, recording
+
+FORMATS = {"int64_t": "q", "float": "f", "bool": "?"}  # of Python's struct module; any pointer is P
+
+
+class Operation:
+    """One operation of kernels.cpp. `fields` is the body of the C struct that holds its arguments."""
+
+    declared: list[Operation] = []  # the order is that of the table in kernels.cpp
+
+    def __init__(self, name: str, fields: str):
+        self.name, self.text, self.number = name, f"struct {name} {{{fields}}};", len(self.declared)
+        self.declared.append(self)
+        layout, words = "@2q", {}  # @: sizes and alignment of C
+        for kind, names in re.findall(r"(?:const )?(\w+)(\*? [^;]+);", re.sub("//.*", "", fields)):
+            for field in names.split(","):
+                name, is_pointer = field.strip(" *"), "*" in field
+                words[name] = f"0 if {name} is None else {name}.data_ptr()" if is_pointer else name
+                layout += "P" if is_pointer else FORMATS[kind]
+        self.layout = struct.Struct(layout + "0q")
+        self.n_words = self.layout.size // 8 - 2
+        # As namedtuple does it: a function with these very arguments, twice as fast as looking up each by its name.
+        self.values = eval(f"lambda *, {', '.join(words)}: ({', '.join(words.values())})")
+
+    def __call__(self, **arguments: Tensor | float | None) -> None:
+        """Run the operation now, and add it to the tape if one is open. A pointer is given as its tensor or None."""
+        words = self.layout.pack(self.number, self.n_words, *self.values(**arguments))
+        if recording.tape is not None:
+            recording.tape.words.append(words)
+        check(build.library.run(words, len(words) // 8))
+
+
+def header() -> str:
+    """C++: the struct of every operation, and the list of their names."""
+    names = " ".join(f"X({operation.name})" for operation in Operation.declared)
+    structs = "\n".join(operation.text for operation in Operation.declared)
+    return f"#pragma once\n#include <cstdint>\n{structs}\n#define VITRINE_OPERATIONS(X) {names}\n"
+
+
+class _Recording(threading.local):  # each thread has its own: what others compute meanwhile is not part of the step
+    tape: Tape | None = None
+
+
+recording = _Recording()
+
+
+def empty(shape: tuple[int, ...]) -> Tensor:
+    """float32 memory for a result, the tape's own while one is open."""
+    return torch.empty(shape) if recording.tape is None else recording.tape.empty(shape)
+
+
+def ready(t: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor | None:
+    """`t` as the kernels read it: contiguous and of `dtype`. A conversion could not be replayed."""
+    if t is None or t.dtype is dtype and t.is_contiguous():
+        return t
+    if recording.tape is not None:
+        raise ValueError(f"a tape needs contiguous {dtype} tensors, got {t.dtype} with strides {t.stride()}")
+    return t.to(dtype).contiguous()
+
+
+def check(error: bytes | None) -> None:
+    if error:
+        raise ValueError(error.decode())
+
+
+GATHER = Operation("Gather", """
+    const int64_t* rows;  // [count], or null for 0, 1, 2 ...
+    const char* x;
+    char* y;
+    int64_t count, limit, bytes;  // rows to copy, rows of x, bytes of a row
+""")  # fmt: skip
+
+
+def gather(source: Tensor, rows: Tensor | None, out: Tensor) -> Tensor:
+    """out[i] = source[rows[i]], or source[i] without rows; of any dtype."""
+    ready(out, out.dtype)
+    source, rows = ready(source, out.dtype), ready(rows, torch.int64)
+    count, limit = (out.shape[0], source.shape[0]) if rows is not None else (1, 1)
+    GATHER(rows=rows, x=source, y=out, count=count, limit=limit, bytes=out.nbytes // max(count, 1))
+    return out
 
 
 def uses(memory: Tensor) -> int:  # how many tensors share this memory, this one included

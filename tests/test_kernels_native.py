@@ -13,7 +13,7 @@ from kernel_cases import copies, layer_inputs, one_layer, ops
 
 import kernels
 from native import build
-from native.operation import header
+from native.tape import header
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
 
