@@ -8,7 +8,7 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 from test_engine import GREEDY, expected, make_engine, prompts_of, random_head, run, world
-from test_speculative import assert_drawn_from
+from test_speculative import FAVOURITES, assert_drawn_from_favourites, fixed_logits
 
 import kernels
 from compiled import CapturedRunner
@@ -18,6 +18,7 @@ from drafting.head import (
     KEY,
     DraftHead,
     HeadProposer,
+    computed_anew,
     fingerprint,
     head_shapes,
     load_head,
@@ -35,6 +36,20 @@ from scheduler import Sequence, Step
 from speculative import NgramProposer
 
 OPTIONS = {"kernels": "reference", "num_blocks": 200, "threads": 1}
+
+
+def drawn_weights(hidden=64, width=16, kept=range(40), seed=1) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    shapes = head_shapes(hidden, width, len(kept))
+    return {name: torch.randn(shapes[name], generator=draw) for name in shapes if name != "kept"} | {
+        "kept": torch.tensor(kept)
+    }
+
+
+def written(path, model, name="tiny", **changes) -> dict[str, torch.Tensor]:
+    weights = drawn_weights(model.config.hidden_size)
+    save_head(path, weights | changes, model, name, {"steps": 3})
+    return weights
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +89,6 @@ class Spy(NgramProposer):
         return super().strength(choices)
 
 
-def renewed(run):
-    output = run()
-    return output, lambda: output.copy_(run())
-
-
 @pytest.mark.parametrize(
     "case",
     ("plain", "graphs", "padded graphs", "chunks", "preempted", "forks", "forced", "overlap", "scored"),
@@ -92,7 +102,7 @@ def test_the_states_are_those_that_the_last_tokens_were_drawn_from(case):
     engine = make_engine(**switches)
     if "graphs" in case:
         buckets = [3, 9, 30] if case.startswith("padded") else list(range(1, 30))
-        engine.runner = CapturedRunner(engine.runner, buckets, 16, renewed)
+        engine.runner = CapturedRunner(engine.runner, buckets, 16, computed_anew)
     spy = Spy(engine)
     engine.speculator = Speculator(spy, 3)
     more = {
@@ -164,28 +174,10 @@ def test_a_round_of_several_answers_is_each_by_itself(by_numpy):
 def test_drawn_answers_keep_their_distribution(fields):
     """Always the same logits, guesses that depend on the token: every place must be drawn from those logits."""
     engine = make_engine(num_blocks=2000, max_num_seqs=200)
-    model, favourites = engine.model, {10: 1.0, 11: 0.4, 12: 0.0, 13: -0.5, 14: 0.9, 15: -2.0}
-    row = torch.full((320,), -50.0)
-    row[list(favourites)] = torch.tensor(list(favourites.values()))
-
-    def run_model(batch):
-        engine.runner.states = torch.ones(len(batch.logit_rows), 64)
-        return row.repeat(len(batch.logit_rows), 1)
-
-    engine.runner.run = run_model
-    draw = torch.Generator().manual_seed(5)
-    weights = {n: torch.randn(s, generator=draw) for n, s in head_shapes(64, 16, 6).items() if n != "kept"}
-    head = DraftHead(weights | {"kept": torch.tensor(list(favourites))}, model)
+    fixed_logits(engine.runner, FAVOURITES)
+    head = DraftHead(drawn_weights(kept=list(FAVOURITES), seed=5), engine.model)
     engine.speculator = Speculator(HeadProposer(head, engine), 3)
-    scores = torch.tensor(list(favourites.values())) / fields["temperature"]
-    p = scores.softmax(0)
-    if "top_p" in fields:
-        order = p.argsort(descending=True)
-        before = p[order].cumsum(0) - p[order]
-        p[order[before >= fields["top_p"]]] = 0
-        p /= p.sum()
-    assert_drawn_from(engine, p.tolist(), **fields)
-    assert 0.02 < engine.speculator.accepted / engine.speculator.drafted < 0.7
+    assert_drawn_from_favourites(engine, **fields)
 
 
 @pytest.mark.parametrize("quant", ("int4", None))
@@ -196,8 +188,7 @@ def test_recorded_rounds_answer_as_computed_ones(folder, tmp_path, quant):
     for recorded in (False, True):
         llm = LLM(folder, quant=quant, num_blocks=100, max_num_seqs=4)
         if not path.exists():
-            weights = {n: torch.randn(s) for n, s in head_shapes(64, 16, 40).items() if n != "kept"}
-            save_head(path, weights | {"kept": torch.arange(40)}, llm.model, "tiny", {})
+            written(path, llm.model)
         llm = LLM(
             folder,
             quant=quant,
@@ -218,27 +209,21 @@ def test_recorded_rounds_answer_as_computed_ones(folder, tmp_path, quant):
 # -- the file
 
 
-def written(path, model, **changes) -> dict[str, torch.Tensor]:
-    draw = torch.Generator().manual_seed(1)
-    weights = {n: torch.randn(s, generator=draw) for n, s in head_shapes(64, 16, 40).items() if n != "kept"}
-    save_head(path, weights | {"kept": torch.arange(40)} | changes, model, "tiny", {"steps": 3})
-    return weights
-
-
 def test_a_file_brings_back_the_head(tmp_path):
     model = world()[2]
     weights = written(tmp_path / "h", model)
     found, about = read_head(tmp_path / "h")
     assert about["training"] == {"steps": 3} and about["target"] == "tiny"
+    kept = weights.pop("kept")
     assert all(torch.equal(found[n], w.half()) for n, w in weights.items())
     head = load_head(tmp_path / "h", model)
     state, token = torch.randn(3, 64), torch.tensor([4, 5, 6])
     after, logits = head(state, token)
     wanted = head_step({n: w.half().float() for n, w in weights.items()}, state, model.embed.lookup(token))
     assert torch.allclose(after, wanted, atol=1e-3, rtol=1e-4)
-    table = model.lm_head.lookup(torch.arange(40))
+    table = model.lm_head.lookup(kept)
     assert torch.allclose(logits, norm(wanted, weights["out_norm"].half().float()) @ table.T, atol=1e-3, rtol=1e-3)
-    assert torch.equal(head.kept, torch.arange(40))
+    assert torch.equal(head.kept, kept)
 
 
 def test_a_head_of_another_model_is_refused_before_anything_runs(folder, tmp_path, monkeypatch):
@@ -250,9 +235,7 @@ def test_a_head_of_another_model_is_refused_before_anything_runs(folder, tmp_pat
     }
     for cause, change in strangers.items():
         other = LLM(str(tiny.hf_folder(tmp_path / cause, "llama", **change)), **OPTIONS)
-        hidden = other.config.hidden_size
-        weights = {n: torch.ones(s) for n, s in head_shapes(hidden, 16, 40).items() if n != "kept"}
-        save_head(path, weights | {"kept": torch.arange(40)}, other.model, "other", {})
+        written(path, other.model, "other")
         with monkeypatch.context() as patch, pytest.raises(ValueError, match=f"'other', {cause}.*speculative.py train"):
             patch.setattr("model.Transformer.forward", lambda *args: pytest.fail("the model ran"))
             LLM(folder, **OPTIONS, compile=True, speculate=f"head:{path}")

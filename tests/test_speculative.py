@@ -8,14 +8,16 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
-from test_engine import GREEDY, assert_all_free, expected, make_engine, prompts_of, run, world
+from sampling_rows import normal, state
+from test_engine import GREEDY, assert_all_free, drain, expected, make_engine, prompts_of, run
 
 from compiled import CapturedRunner
 from drafting.budget import CREDIT, MARGIN, MOST_CREDIT, SHARE, Record, Speculator, StepCost
-from drafting.draft_model import check_same_tokens, first_layers
+from drafting.draft_model import check_same_tokens
+from drafting.head import computed_anew
 from generate import LLM
 from kv_paged import blocks_needed
-from sampling import SamplerState, SamplingParams, draw, probabilities
+from sampling import SamplingParams, draw, probabilities
 from speculative import GUESS, NgramProposer, rejection_sample, verdict
 from tokenizer import Tokenizer
 
@@ -24,15 +26,10 @@ PROPOSERS = ("ngram", "head", "copy", "stranger", "self:1")
 
 def surprise(counts: list[int], p: list[float]) -> float:
     """Pearson's statistic in standard deviations above its mean; tokens that p never gives must not occur."""
-    total, statistic, cells = sum(counts), 0.0, 0
-    for count, chance in zip(counts, p, strict=True):
-        if chance == 0:
-            assert count == 0
-        else:
-            statistic += (count - total * chance) ** 2 / (total * chance)
-            cells += 1
-    free = max(1, cells - 1)
-    return (statistic - free) / math.sqrt(2 * free)
+    total, free = sum(counts), max(1, sum(chance > 0 for chance in p) - 1)
+    assert not any(count for count, chance in zip(counts, p, strict=True) if chance == 0)
+    parts = ((n - total * chance) ** 2 / (total * chance) for n, chance in zip(counts, p, strict=True) if chance)
+    return (sum(parts) - free) / math.sqrt(2 * free)
 
 
 # -- exactness ---------------------------------------------------------------------------------------------------
@@ -54,29 +51,17 @@ def surprise(counts: list[int], p: list[float]) -> float:
 @pytest.mark.parametrize("drawn", (True, False))
 def test_the_rejection_rule_leaves_the_distribution_as_it_is(fields, drawn):
     vocab = 6 + len(fields)
-    generator = torch.Generator().manual_seed(len(str(fields)))
-    target, draft = torch.randn(2, vocab, generator=generator) * 1.5
+    target, draft = normal(2, vocab, len(str(fields)), spread=1.5)
     counts = [0] * vocab
     for seed in range(2500):
-        state = SamplerState(SamplingParams(seed=seed, **fields), [0, 1, 1], 0)
-        for token in (3, 4, 3):
-            state.commit(token)
-        if drawn:
-            q = probabilities(draft, state)
-        else:  # a proposer that is certain of one token
-            q = torch.zeros(vocab, dtype=torch.float64)
-            q[int(draft.argmax())] = 1.0
-        guess = draw(q, state.uniform(GUESS))
-        choice = SimpleNamespace(
-            sampler=state,
-            request=SimpleNamespace(params=state.params),
-            guess_probs=[q],
-            num_guessed=1,
-            seq=SimpleNamespace(num_draft=1),
-        )
-        counts[verdict(choice, target, guess, None).token] += 1
-    p = probabilities(target, state)
-    assert surprise(counts, p.tolist()) < 5
+        sampler = state([0, 1, 1], (3, 4, 3), seed=seed, **fields)
+        q = probabilities(draft, sampler)
+        if not drawn:  # a proposer that is certain of one token
+            q = (torch.arange(vocab) == int(draft.argmax())).double()
+        answer = SimpleNamespace(sampler=sampler, request=SimpleNamespace(params=sampler.params), guess_probs=[q])
+        answer.num_guessed, answer.seq = 1, SimpleNamespace(num_draft=1)
+        counts[verdict(answer, target, draw(q, sampler.uniform(GUESS)), None).token] += 1
+    assert surprise(counts, probabilities(target, sampler).tolist()) < 5
 
 
 def test_rejection_accepts_as_often_as_can_be():
@@ -88,8 +73,25 @@ def test_rejection_accepts_as_often_as_can_be():
     assert {rejection_sample(p, q, 3, 0.0, u) for u in grid} == {0, 2}  # where p has more than q
 
 
-def assert_drawn_from(engine, p: list[float], **fields):
-    """Each of the five places of 600 answers is distributed over the tokens 10 to 15 as p says."""
+FAVOURITES = {10: 1.0, 11: 0.4, 12: 0.0, 13: -0.5, 14: 0.9, 15: -2.0}  # token: its logit
+
+
+def fixed_logits(runner, favourites: dict[int, float]):
+    """Let a runner answer every row with these logits."""
+    row = torch.full((320,), -50.0)
+    row[list(favourites)] = torch.tensor(list(favourites.values()))
+
+    def run_model(batch):
+        runner.states = torch.ones(len(batch.logit_rows), 64)
+        return row.repeat(len(batch.logit_rows), 1)
+
+    runner.run = run_model
+
+
+def assert_drawn_from_favourites(engine, **fields):
+    """Each of the five places of 600 answers is distributed over the favourites as without guesses, some of which
+    were right."""
+    p = probabilities(torch.tensor(list(FAVOURITES.values())), state(**fields)).tolist()
     counts = [[0] * 6 for _ in range(5)]
     for seed in range(6):
         params = SamplingParams(n=100, seed=seed, max_tokens=5, ignore_eos=True, **fields)
@@ -97,27 +99,16 @@ def assert_drawn_from(engine, p: list[float], **fields):
         for answer in output.outputs:
             for place, token in enumerate(answer.token_ids):
                 counts[place][token - 10] += 1
-    for count in counts:
-        assert surprise(count, p) < 5
-
-
-def fixed_logits(engine, favourites: dict[int, float]):
-    row = torch.full((320,), -50.0)
-    for token, value in favourites.items():
-        row[token] = value
-    engine.runner.run = lambda batch: row.repeat(len(batch.logit_rows), 1)
+    assert all(surprise(count, p) < 5 for count in counts)
+    assert 0.02 < engine.speculator.accepted / engine.speculator.drafted < 0.7, engine.speculator.stats()
 
 
 @pytest.mark.parametrize("fields", ({}, {"typical_p": 0.75}))
 def test_rejection_through_the_engine_leaves_the_distribution_as_it_is(fields):
     engine = make_engine(speculate="copy", rejection=True, num_blocks=2000, max_num_seqs=200)
-    favourites = {10: 1.0, 11: 0.4, 12: 0.0, 13: -0.5, 14: 0.9, 15: -2.0}
-    fixed_logits(engine, favourites)
-    fixed_logits(engine.speculator.proposer, {10: -0.5, 11: 1.4, 12: 0.3, 13: 0.9, 14: -1.0, 16: 0.5})
-    p = probabilities(torch.tensor(list(favourites.values())), SamplerState(SamplingParams(**fields), []))
-    assert_drawn_from(engine, p.tolist(), **fields)
-    overlap = 0.1 < engine.speculator.accepted / engine.speculator.drafted < 0.7
-    assert overlap, engine.speculator.stats()
+    fixed_logits(engine.runner, FAVOURITES)
+    fixed_logits(engine.speculator.proposer.runner, {10: -0.5, 11: 1.4, 12: 0.3, 13: 0.9, 14: -1.0, 16: 0.5})
+    assert_drawn_from_favourites(engine, **fields)
 
 
 @pytest.mark.parametrize("rejection", (False, True))
@@ -202,37 +193,20 @@ def test_logprobs_stops_and_streams_are_those_of_plain_decoding(speculate):
                 assert a.token == b.token and a.logprob == pytest.approx(b.logprob, abs=1e-4)
 
 
-def test_a_structured_answer_is_guessed_within_its_structure():
-    params = SamplingParams(temperature=0.8, seed=2, max_tokens=40, regex="(the (cat|dog) sat, ){3}end")
-    engine = make_engine(speculate="copy", jump_forward=False)
-    requests = [(p, params) for p in prompts_of(4, 6)]
-    for (prompt, _), output in zip(requests, run(engine, requests), strict=True):
-        assert output.outputs[0].token_ids == expected("llama", prompt, params, jump=False)
-    assert engine.speculator.accepted == engine.speculator.drafted > 0
-
-
 @pytest.mark.parametrize("jump", (True, False))
-def test_the_rejection_rule_keeps_to_a_structure(jump):
-    params = SamplingParams(temperature=1.0, seed=2, max_tokens=50, n=4, regex="((the|a) (cat|dog) sat, ){3}end")
-    engine = make_engine(speculate="stranger", rejection=True, jump_forward=jump)
-    for output in run(engine, [(p, params) for p in prompts_of(4, 6)]):
-        for answer in output.outputs:
-            assert answer.finish_reason == "stop" and re.fullmatch(params.regex, answer.text)
-    assert engine.speculator.drafted > 0
+@pytest.mark.parametrize("speculate, rejection", (("copy", False), ("stranger", True)))
+def test_a_structured_answer_is_guessed_within_its_structure(speculate, rejection, jump):
+    params = SamplingParams(temperature=0.8, seed=2, max_tokens=50, regex="((the|a) (cat|dog) sat, ){3}end")
+    engine = make_engine(speculate=speculate, rejection=rejection, jump_forward=jump)
+    prompts = prompts_of(4, 6)
+    for prompt, output in zip(prompts, run(engine, [(p, params) for p in prompts]), strict=True):
+        answer = output.outputs[0]
+        assert answer.finish_reason == "stop" and re.fullmatch(params.regex, answer.text)
+        assert rejection or answer.token_ids == expected("llama", prompt, params, jump=jump)
+    assert engine.speculator.drafted > 0 and (rejection or engine.speculator.accepted == engine.speculator.drafted)
 
 
 # -- failures and refusals ---------------------------------------------------------------------------------------
-
-
-def test_a_proposer_that_fails_is_done_without(capsys):
-    engine = make_engine(speculate="ngram")
-    engine.speculator.proposer.propose = lambda choices, limits: 1 / 0
-    request = engine.add(prompts_of(5)[0], GREEDY)
-    while engine.has_work:
-        engine.step()
-    assert engine.speculator is None and "ZeroDivisionError" in capsys.readouterr().err
-    assert request.output().outputs[0].token_ids == expected("llama", request.prompt_ids, GREEDY)
-    assert_all_free(engine)
 
 
 def test_a_draft_without_memory_leaves_the_target_alone():
@@ -241,8 +215,7 @@ def test_a_draft_without_memory_leaves_the_target_alone():
     held = proposer.tables.pool.allocate(56)  # room for one of the two, if at all
     params = dataclasses.replace(GREEDY, max_tokens=20)
     requests = [engine.add(p, params) for p in prompts_of(8, 9)]
-    while engine.has_work:
-        engine.step()
+    drain(engine)
     assert all(r.output().outputs[0].token_ids == expected("llama", r.prompt_ids, params) for r in requests)
     proposer.tables.pool.release(held)
     assert_all_free(engine)
@@ -261,9 +234,9 @@ def test_padding_may_differ_but_not_the_tokens(tmp_path):
             answers = [m.generate([prompt], params)[0].outputs[0].token_ids for m in (llm, plain)]
             assert answers[0] == answers[1]
         assert llm.stats()["drafted"] > 0
-    library = (target / "tokenizer.json").read_text(encoding="utf-8")
-    for file, text in (("tokenizer.json", library.replace('"a":', '"\u0000":', 1).replace('"b":', '"a":', 1)),):
-        (padded / file).write_text(text.replace('"\u0000":', '"b":', 1), encoding="utf-8")
+    text = (target / "tokenizer.json").read_text(encoding="utf-8")
+    swapped = text.replace('"a":', '"?":', 1).replace('"b":', '"a":', 1).replace('"?":', '"b":', 1)
+    (padded / "tokenizer.json").write_text(swapped, encoding="utf-8")
     with pytest.raises(ValueError, match="another tokenizer.*same family"):
         LLM(str(target), kernels="reference", num_blocks=40, speculate=f"draft:{padded}")
     check_same_tokens(plain.tokenizer, plain.tokenizer)
@@ -292,62 +265,63 @@ def test_unknown_proposers_are_refused_by_name(tmp_path, wrong):
         LLM(str(folder), kernels="reference", num_blocks=20, speculate=wrong)
 
 
-def test_first_layers_share_their_weights():
-    model = world()[2]
-    draft = first_layers(model, 1)
-    assert len(draft.layers) == 1 and len(model.layers) == 2 and draft.layers[0] is model.layers[0]
-
-
 # -- how much to guess -------------------------------------------------------------------------------------------
 
 
-def ngrams(tokens: list[int], limit: int, longest=3, shortest=1) -> tuple[int, list[int]]:
-    choice = SimpleChoice(tokens)
-    proposer = NgramProposer(longest, shortest)
-    return proposer.strength([choice])[0], proposer.propose([choice], [limit])[0]
+class SimpleAnswer:
+    """What guessing knows of an answer; these tokens always have something to go on with."""
 
-
-class SimpleChoice:
     finish_reason = None
 
-    def __init__(self, tokens):
-        self.seq = SimpleNamespace(tokens=tokens)
+    def __init__(self, tokens=(1, 2, 3, 1, 2, 3)):
+        self.seq = SimpleNamespace(tokens=list(tokens))
 
 
-def test_ngrams_find_the_latest_longest_match():
+def ngrams(tokens: list[int], limit: int) -> tuple[int, list[int]]:
+    answer, proposer = SimpleAnswer(tokens), NgramProposer(3, 1)
+    return proposer.strength([answer])[0], proposer.propose([answer], [limit])[0]
+
+
+def test_ngrams_find_the_latest_longest_match_and_follow_a_growing_sequence():
     assert ngrams([1, 2, 3, 9, 9, 2, 3, 7, 1, 2, 3], 2) == (3, [9, 9])
     assert ngrams([2, 3, 5, 2, 3, 7, 1, 2, 3], 1) == (2, [7])
     assert ngrams([1, 2, 3], 4) == (0, [])
     assert ngrams([4, 8, 8], 5) == (1, [8] * 5)  # runs into itself
     assert ngrams([1, 2, 1, 2], 5) == (2, [1, 2, 1, 2, 1])
+    answer, proposer = SimpleAnswer([1, 2]), NgramProposer(2, 2)
+    assert proposer.propose([answer], [3]) == [[]]
+    answer.seq.tokens += [3, 1, 2]
+    assert proposer.propose([answer], [3]) == [[3, 1, 2]]
+    answer.seq.tokens += [4, 1, 2]
+    assert proposer.propose([answer], [2]) == [[4, 1]]
 
 
-def test_ngrams_follow_a_growing_sequence():
-    choice, proposer = SimpleChoice([1, 2]), NgramProposer(2, 2)
-    assert proposer.propose([choice], [3]) == [[]]
-    choice.seq.tokens += [3, 1, 2]
-    assert proposer.propose([choice], [3]) == [[3, 1, 2]]
-    choice.seq.tokens += [4, 1, 2]
-    assert proposer.propose([choice], [2]) == [[4, 1]]
+def make(step=lambda rows: 10.0 + rows, draft=None, most=6, rounds=0, backlog=0, **options) -> Speculator:
+    """A speculator over n-grams for which a model's `rounds` to ask and its `backlog` are made up."""
+    proposer = NgramProposer()
+    proposer.ROUNDS_TO_ASK, proposer.backlog = rounds, lambda answer: backlog
+    return Speculator(proposer, most, step, draft, **options)
 
 
-def observe(speculator: Speculator, choices: list, right: int) -> list[int]:
-    """One step in which of every guess so many tokens were right. Returns the lengths of the guesses."""
-    guesses = speculator.propose(choices, [99] * len(choices))
-    for choice, guess in zip(choices, guesses, strict=True):
-        choice.num_guessed, choice.num_right = len(guess), min(right, len(guess))
+def observe(speculator: Speculator, answers: list, *right: int) -> list[int]:
+    """One step in which so many tokens of each guess were right. Returns the lengths of the guesses."""
+    guesses = speculator.propose(answers, [99] * len(answers))
+    for i, (answer, guess) in enumerate(zip(answers, guesses, strict=True)):
+        answer.num_guessed, answer.num_right = len(guess), min(right[i % len(right)], len(guess))
         if guess:
-            speculator.observe(choice)
+            speculator.observe(answer)
     return [len(guess) for guess in guesses]
 
 
-def always_matching() -> SimpleChoice:
-    return SimpleChoice([1, 2, 3, 1, 2, 3])
+def asked(speculator: Speculator) -> list[int]:
+    """How many answers the proposer was asked about, call by call."""
+    calls, strength = [], speculator.proposer.strength
+    speculator.proposer.strength = lambda answers: calls.append(len(answers)) or strength(answers)
+    return calls
 
 
 def test_guesses_grow_where_they_are_right_and_cease_where_they_are_not():
-    good, bad = (Speculator(NgramProposer(), 6, lambda rows: 10 + rows) for _ in range(2))
-    a, b = always_matching(), always_matching()
+    good, bad, a, b = make(), make(), SimpleAnswer(), SimpleAnswer()
     lengths = [(observe(good, [a], 9)[0], observe(bad, [b], 0)[0]) for _ in range(1000)]
     assert lengths[-1][0] == 6 == lengths[20][0]
     late = [length for _, length in lengths[100:]]
@@ -360,10 +334,8 @@ def test_guesses_grow_where_they_are_right_and_cease_where_they_are_not():
 @pytest.mark.parametrize("right", [0, 1])
 def test_what_guesses_lose_is_bounded_whatever_they_are_worth(answers, draft, right):
     """By the credit, the share of all tokens, and the one step that overdraws the account."""
-    proposer = NgramProposer()
-    proposer.ROUNDS_TO_ASK = 1
-    speculator = Speculator(proposer, 6, lambda rows: 10.0 + 3.0 * rows, draft)
-    choices, spent, dearest = [always_matching() for _ in range(answers)], 0.0, 0.0
+    speculator = make(lambda rows: 10.0 + 3.0 * rows, draft, rounds=1)
+    choices, spent, dearest = [SimpleAnswer() for _ in range(answers)], 0.0, 0.0
     for turn in range(2000):
         before = speculator.account.asking
         lengths = observe(speculator, choices, right if turn % 7 == 0 else 0)
@@ -377,107 +349,84 @@ def test_what_guesses_lose_is_bounded_whatever_they_are_worth(answers, draft, ri
 def test_a_good_past_does_not_pay_for_a_long_bad_present():
     spent = []
     for good in (0, 5000):
-        speculator = Speculator(NgramProposer(), 6, lambda rows: 10.0 + rows)
-        a = always_matching()
+        speculator, answer = make(), SimpleAnswer()
         for _ in range(good):
-            observe(speculator, [a], 9)
-        spent.append(sum(speculator.price(1, *observe(speculator, [a], 0) * 2) for _ in range(300)))
+            observe(speculator, [answer], 9)
+        spent.append(sum(speculator.price(1, *observe(speculator, [answer], 0) * 2) for _ in range(300)))
     assert spent[1] <= MOST_CREDIT + SHARE * 300 + speculator.price(1, 6, 6), spent
     assert spent[0] < spent[1], "but it pays for a while"
 
 
 def test_answers_that_are_not_thought_to_pay_are_tried_in_turn():
-    speculator = Speculator(NgramProposer(), 6, lambda rows: 10.0 + rows)
-    choices = [always_matching() for _ in range(3)]
-    tried = [observe(speculator, choices, 0) for _ in range(3000)][500:]
+    speculator, answers = make(), [SimpleAnswer() for _ in range(3)]
+    tried = [observe(speculator, answers, 0) for _ in range(3000)][500:]
     order = [lengths.index(1) for lengths in tried if sum(lengths) == 1]
     assert len(order) > 50 and order[:9] in ([0, 1, 2] * 3, [1, 2, 0] * 3, [2, 0, 1] * 3)
 
 
 def test_what_does_not_pay_in_a_batch_silences_nobody_alone():
-    proposer = NgramProposer()
-    proposer.ROUNDS_TO_ASK = 1
-    speculator = Speculator(proposer, 6, lambda rows: 10.0 + rows, lambda rows: 0.5)
-    choices, alone = [always_matching() for _ in range(8)], always_matching()
+    speculator, answers = make(draft=lambda rows: 0.5, rounds=1), [SimpleAnswer() for _ in range(8)]
     for _ in range(500):
-        observe(speculator, choices, 0)
+        observe(speculator, answers, 0)
     assert speculator.account.asking < 1
-    observe(speculator, [alone], 9)
+    observe(speculator, [SimpleAnswer()], 9)
     assert speculator.strengths, "one answer has an account of its own"
 
 
 def test_an_answer_that_wins_does_not_pay_for_tries_of_others():
-    speculator = Speculator(NgramProposer(), 6, lambda rows: 10.0 + rows)
-    good, bad = (SimpleChoice(tokens) for tokens in ([1, 2, 3, 1, 2, 3], [5, 6, 7, 5, 6, 7]))
-    guessed = []
-    for _ in range(1000):
-        guesses = speculator.propose([good, bad], [99, 99])
-        guessed.append(len(guesses[1]))
-        for choice, guess, right in ((good, guesses[0], 9), (bad, guesses[1], 0)):
-            choice.num_guessed, choice.num_right = len(guess), min(right, len(guess))
-            if guess:
-                speculator.observe(choice)
+    speculator, answers = make(), [SimpleAnswer(), SimpleAnswer([5, 6, 7, 5, 6, 7])]
+    guessed = [observe(speculator, answers, 9, 0)[1] for _ in range(1000)]
     assert speculator.account.asking > 1
     assert 0 < sum(guessed[100:]) <= SHARE * 2 * 1000 / (speculator.price(2, 1, 1) - speculator.price(2, 0, 0)) * 2
 
 
 def test_a_proposer_that_works_and_says_nothing_is_paid_all_the_same():
-    speculator = Speculator(NgramProposer(), 6, lambda rows: 10.0 + rows, lambda rows: 1.0)
-    speculator.proposer.propose = lambda choices, limits: [[] for _ in choices]  # still busy reading
-    a = always_matching()
-    asked = sum(bool(speculator.propose([a], [99]) and speculator.strengths) for _ in range(300))
-    assert 5 < asked < 150
+    speculator = make(draft=lambda rows: 1.0)
+    speculator.proposer.propose = lambda answers, limits: [[] for _ in answers]  # still busy reading
+    calls, answer = asked(speculator), SimpleAnswer()
+    for _ in range(300):
+        observe(speculator, [answer], 0)
+    assert 5 < len(calls) < 150
 
 
 def test_guesses_that_are_impossible_count_as_wrong_and_cost_no_row():
-    speculator = Speculator(NgramProposer(), 6, lambda rows: 10.0 + rows)
-    a, lengths = always_matching(), []
-    for _ in range(100):
-        lengths.append(len(speculator.propose([a], [99], lambda choice, guess: [])[0]))
-    (record,) = speculator.records[a].values()
-    assert set(lengths) == {0} and record.rate < 0.1 and speculator.account.asking >= CREDIT
+    speculator, answer = make(), SimpleAnswer()
+    lengths = {len(speculator.propose([answer], [99], lambda answer, guess: [])[0]) for _ in range(100)}
+    (record,) = speculator.records[answer].values()
+    assert lengths == {0} and record.rate < 0.1 and speculator.account.asking >= CREDIT
 
 
-def test_guesses_stop_where_rows_are_not_free():
-    free, dear = (Speculator(NgramProposer(), 6, step) for step in (lambda rows: 10.0, lambda rows: 10.0 * rows))
-    choices = [always_matching() for _ in range(3)]
+def test_guesses_stop_where_rows_or_rounds_are_not_free():
+    answers = [SimpleAnswer() for _ in range(3)]
+    free, dear = make(lambda rows: 10.0), make(lambda rows: 10.0 * rows)
     for _ in range(5):
-        assert observe(free, choices, 9) == [6] * 3
-        assert observe(dear, choices, 9) == [0] * 3
-    crowded = Speculator(NgramProposer(), 6, lambda rows: 10.0 + max(0, rows - 4) * 5)
-    assert sum(observe(crowded, choices, 9)) == 1  # the fourth row is free, the fifth is not worth it
-    found = Speculator(NgramProposer(), 6, lambda rows: 10.0 + rows, lambda rows: 2.0).break_even()
-    assert found == pytest.approx(MARGIN * 3 / 11, rel=1e-3)
+        assert observe(free, answers, 9) == [6] * 3
+        assert observe(dear, answers, 9) == [0] * 3
+    crowded = make(lambda rows: 10.0 + max(0, rows - 4) * 5)
+    assert sum(observe(crowded, answers, 9)) == 1  # the fourth row is free, the fifth is not worth it
+    assert make(draft=lambda rows: 2.0).break_even() == pytest.approx(MARGIN * 3 / 11, rel=1e-3)
+    cheap, dear = make(draft=lambda rows: 0.1), make(draft=lambda rows: 30.0)
+    assert observe(cheap, answers[:1], 9)[0] > 0 == observe(dear, answers[:1], 9)[0]
 
 
 def test_a_batch_in_which_even_right_guesses_cost_is_not_asked_at_all():
     """Eight rows keep the machine busy, two do not: the proposer is asked by the two only, right as it always is."""
-    speculator = Speculator(NgramProposer(), 6, lambda rows: 10.0 + max(0, rows - 7) * 9, lambda rows: 0.01)
-    choices, asked = [always_matching() for _ in range(8)], []
-    strength = speculator.proposer.strength
-    speculator.proposer.strength = lambda choices: asked.append(len(choices)) or strength(choices)
+    speculator = make(lambda rows: 10.0 + max(0, rows - 7) * 9, lambda rows: 0.01)
+    answers, calls = [SimpleAnswer() for _ in range(8)], asked(speculator)
     for _ in range(500):
-        assert observe(speculator, choices, 9) == [0] * 8
-        assert sum(observe(speculator, choices[:2], 9)) in (5, 6), "up to the seventh row, and seldom one to try"
-    assert asked == [2] * 500
-
-
-def test_draft_costs_count():
-    cheap, dear = (Speculator(NgramProposer(), 6, lambda r: 10 + r, lambda r, s=s: s) for s in (0.1, 30.0))
-    a = always_matching()
-    assert observe(cheap, [a], 9)[0] > 0 == observe(dear, [a], 9)[0]
+        assert observe(speculator, answers, 9) == [0] * 8
+        assert sum(observe(speculator, answers[:2], 9)) in (5, 6), "up to the seventh row, and seldom one to try"
+    assert calls == [2] * 500
 
 
 def test_what_a_draft_missed_is_paid_for_and_a_prompt_read_once_is_not():
-    proposer = NgramProposer()
-    proposer.backlog = lambda choice: 50
-    speculator = Speculator(proposer, 6, lambda rows: 100.0 + rows, lambda rows: 1.0 + rows)
-    a, left = always_matching(), []
+    speculator = make(lambda rows: 100.0 + rows, lambda rows: 1.0 + rows, backlog=50)
+    answer, left = SimpleAnswer(), []
     speculator.accounts[1] = speculator.account  # of one answer
     for silent in (0, 0, 20):
         speculator.steps += silent
         speculator.account.asking = MOST_CREDIT
-        (guess,) = speculator.propose([a], [99])
+        (guess,) = speculator.propose([answer], [99])
         left.append(MOST_CREDIT - speculator.account.asking - speculator.price(1, len(guess), len(guess)))
     assert left == pytest.approx([0, 0, MARGIN * 20 / 101])
 
@@ -486,71 +435,60 @@ def test_an_answer_far_behind_is_seldom_tried():
     """A draft model that has not read a long prompt would have to, for a single guess that is not thought to pay."""
     tries = []
     for backlog in (0, 500):
-        proposer = NgramProposer()
-        proposer.backlog = lambda choice, tokens=backlog: tokens
-        speculator = Speculator(proposer, 6, lambda rows: 10.0 + rows, lambda rows: 2.0 + rows)
-        a = always_matching()
-        guessed = [bool(observe(speculator, [a], 0)[0]) for _ in range(2000)]
-        tries.append(sum(guessed[100:]))
+        speculator, answer = make(draft=lambda rows: 2.0 + rows, backlog=backlog), SimpleAnswer()
+        tries.append(sum([observe(speculator, [answer], 0)[0] > 0 for _ in range(2000)][100:]))
     assert tries[0] > 10 and tries[1] == 0
 
 
 def test_a_proposer_that_only_costs_is_hardly_asked_until_it_is_right_again():
     """Its guesses are never right, and even to say that it has none takes it a part of a step."""
-    proposer = NgramProposer()
-    proposer.ROUNDS_TO_ASK = 1
-    speculator = Speculator(proposer, 6, lambda rows: 10.0 + rows, lambda rows: 0.7)
-    choices, asked = [always_matching() for _ in range(4)], []
-    strength = proposer.strength
-    proposer.strength = lambda choices: asked.append(turn) or strength(choices)
-    for turn in range(1000):  # noqa: B007
-        observe(speculator, choices, 0)
-    late = sum(turn >= 100 for turn in asked)
-    assert 0 < late <= 900 * SHARE * 4 / speculator.price(4, 0, 0)
-    for turn in range(1000, 1400):  # noqa: B007
-        observe(speculator, choices, 9)
-    assert asked[-100:] == list(range(1300, 1400)), "a proposer that is right again is asked again"
+    speculator, answers = make(draft=lambda rows: 0.7, rounds=1), [SimpleAnswer() for _ in range(4)]
+    calls, counts = asked(speculator), []
+    for turn in range(1400):
+        observe(speculator, answers, 0 if turn < 1000 else 9)
+        counts.append(len(calls))
+    assert 0 < counts[999] - counts[99] <= 900 * SHARE * 4 / speculator.price(4, 0, 0)
+    assert counts[1399] - counts[1299] == 100, "a proposer that is right again is asked again"
 
 
 def test_an_answers_own_record_counts_as_much_as_the_proposer_is_to_be_trusted():
     """One wrong guess ends those of an answer whose proposer knows little of it, and not of one that knows it all."""
-    hasty, calm = (Speculator(NgramProposer(), 1, lambda rows: 10 + 6 * rows, trust=trust) for trust in (2.0, 40.0))
-    a, b = always_matching(), always_matching()
-    for speculator, choice in ((hasty, a), (calm, b)):
+    hasty, calm = (make(lambda rows: 10 + 6 * rows, most=1, trust=trust) for trust in (2.0, 40.0))
+    a, b = SimpleAnswer(), SimpleAnswer()
+    for speculator, answer in ((hasty, a), (calm, b)):
         speculator.overall[3] = Record(70.0, 30.0)  # right seven times in ten
-        assert observe(speculator, [choice], 0) == [1]
+        assert observe(speculator, [answer], 0) == [1]
     assert (observe(hasty, [a], 0), observe(calm, [b], 0)) == ([0], [1])
+
+
+@pytest.mark.parametrize(
+    "most, calls",
+    [
+        (8, [9.0, 9.0, 9.0]),  # a busy moment spoils the first size only
+        (2, [1.0] * 4 + [9.0] * 4),  # or the second one, to which no larger size gives the lie
+    ],
+)
+def test_a_busy_moment_does_not_count_as_the_cost_of_a_step(monkeypatch, most, calls):
+    clock, seconds = [0.0], iter([*calls, *[1.0] * 99])
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    cost = StepCost.measure(lambda rows: clock.__setitem__(0, clock[0] + next(seconds)), most, budget_s=1e9)
+    assert set(cost.seconds) == {1.0}
 
 
 def test_step_costs_are_interpolated_and_never_fall(monkeypatch):
     calls = []
     cost = StepCost.measure(calls.append, 8)
     assert sorted(set(calls)) == [1, 2, 4, 8] and cost.seconds == sorted(cost.seconds)
-    late = iter([9.0, 9.0, 9.0, *[1.0] * 99])  # seconds of each call: a busy moment spoils the first size only
-    clock = [0.0]
-    with monkeypatch.context() as patch:
-        patch.setattr("time.perf_counter", lambda: clock[0])
-        cost = StepCost.measure(lambda rows: clock.__setitem__(0, clock[0] + next(late)), 8, budget_s=1e9)
-    assert cost.seconds == [1.0] * 4
-    late = iter([*[1.0] * 4, *[9.0] * 4, *[1.0] * 99])  # or the second one, to which no larger size gives the lie
-    with monkeypatch.context() as patch:
-        patch.setattr("time.perf_counter", lambda: clock[0])
-        cost = StepCost.measure(lambda rows: clock.__setitem__(0, clock[0] + next(late)), 2, budget_s=1e9)
-    assert cost.seconds == [1.0] * 2
-    slow = iter(range(10**6))  # every look at the clock is a second later than the last
-    with monkeypatch.context() as patch:
-        patch.setattr("time.perf_counter", lambda: float(next(slow)))
-        calls = []
-        StepCost.measure(calls.append, 8, budget_s=0.4)
-    assert calls == [1, 1, 2, 2, 1, 2], "slow steps are measured twice and no more"
     calls = []
     StepCost.measure(lambda rows: calls.append("run"), 2, before=lambda: calls.append("before"))
-    timed = "".join(
-        call[0] for call in calls
-    )  # but for the first call of each size, which may have to record something
-    assert "br" * 3 in timed and timed.count("r") == timed.count("b") + 2
+    # But for the first call of each size, which may have to record something.
+    assert calls[-6:] == ["before", "run"] * 3 and calls.count("run") == calls.count("before") + 2
     cost = StepCost({1: 1.0, 2: 2.0, 4: 3.0})
     assert [cost(rows) for rows in (1, 2, 3, 4, 8)] == [1, 2, 2.5, 3, 5]
+    slow, calls = iter(range(10**6)), []  # every look at the clock is a second later than the last
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(slow)))
+    StepCost.measure(calls.append, 8, budget_s=0.4)
+    assert calls == [1, 1, 2, 2, 1, 2], "slow steps are measured twice and no more"
 
 
 # -- compiled steps ----------------------------------------------------------------------------------------------
@@ -561,12 +499,7 @@ def test_several_tokens_of_a_sequence_replay_as_sequences_of_one():
     for captured in (False, True):
         engine = make_engine(speculate="copy")
         if captured:
-
-            def capture(run):
-                output = run()
-                return output, lambda: output.copy_(run())
-
-            engine.runner = CapturedRunner(engine.runner, [4, 9, 30], 16, capture)
+            engine.runner = CapturedRunner(engine.runner, [4, 9, 30], 16, computed_anew)
         params = SamplingParams(temperature=0.7, seed=1, max_tokens=20, ignore_eos=True, prompt_logprobs=0)
         outputs = run(engine, [(p, params) for p in prompts_of(5, 3, 40)])
         answers.append([output.outputs[0].token_ids for output in outputs])
