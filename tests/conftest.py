@@ -33,6 +33,18 @@ def smollm2() -> Path:
     return checkpoint.fetch("smollm2")
 
 
+@pytest.fixture
+def native():
+    """The test starts on the native backend with two threads, and leaves the process as it found it."""
+    import kernels
+
+    before, threads = kernels.backend(), kernels.threads()
+    kernels.set_threads(2)
+    yield kernels.set_backend("native")
+    kernels.set_backend(before)
+    kernels.set_threads(threads)
+
+
 def pytest_sessionfinish(session, exitstatus):
     """In CI an unexpected skip fails the run; the reasons stand in pytest's own summary (-ra)."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")

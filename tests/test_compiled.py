@@ -103,13 +103,14 @@ def test_padding_rows_of_a_bucket_touch_only_block_0(folder):
     assert list(runner.recorded) == [8]
 
 
-def test_padding_rows_do_not_keep_the_slots_of_an_earlier_batch(folder):
+def test_padding_rows_keep_nothing_of_an_earlier_batch(folder):
     llm = LLM(str(folder), kernels="reference", num_blocks=20, block_size=4)
     runner = CapturedRunner(llm.runner, [4], 8, replaying)
 
     def run(*slots):
         batch = padding_batch(len(slots), "cpu")
         batch.slot_mapping[:] = torch.tensor(slots)
+        batch.context_lens[:], batch.block_tables[:] = 3, 10
         with torch.inference_mode():
             runner.run(batch)
 
@@ -117,6 +118,10 @@ def test_padding_rows_do_not_keep_the_slots_of_an_earlier_batch(folder):
     llm.kv.data[:, :, 10] = 7.0  # slots 40 to 43
     run(45)
     assert (llm.kv.data[:, :, 10] == 7.0).all() and not (llm.kv.data[:, :, 11] == 0).all()
+    static, padding = runner.recorded[4][0], padding_batch(3, "cpu")
+    for name in ("slot_mapping", "context_lens"):
+        assert torch.equal(getattr(static, name)[1:], getattr(padding, name)), name
+    assert static.block_tables[:, 0].tolist() == [10, 0, 0, 0]
 
 
 def test_a_batch_beyond_the_last_bucket_is_computed_as_always(folder):

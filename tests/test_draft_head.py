@@ -185,18 +185,13 @@ def test_recorded_rounds_answer_as_computed_ones(folder, tmp_path, quant):
     if kernels.set_backend("native") != "native":
         pytest.skip("needs a C++ compiler")
     path, answers = tmp_path / "head.safetensors", []
+    options = {"quant": quant, "num_blocks": 100, "max_num_seqs": 4}
     for recorded in (False, True):
-        llm = LLM(folder, quant=quant, num_blocks=100, max_num_seqs=4)
+        llm = LLM(folder, **options)
         if not path.exists():
             written(path, llm.model)
-        llm = LLM(
-            folder,
-            quant=quant,
-            num_blocks=100,
-            max_num_seqs=4,
-            compile=recorded and quant is not None,
-            speculate=f"head:{path}",
-        )
+        options["compile"] = recorded and quant is not None
+        llm = LLM(folder, **options, speculate=f"head:{path}")
         llm.engine.speculator.step = None
         params = SamplingParams(temperature=0.7, seed=1, max_tokens=20, ignore_eos=True)
         outputs = llm.generate(prompts_of(5, 9, 3), params)
@@ -252,50 +247,34 @@ def test_a_head_of_another_model_is_refused_before_anything_runs(folder, tmp_pat
 def test_damaged_heads_are_refused_by_cause(tmp_path):
     model, path = world()[2], tmp_path / "h"
     written(path, model)
-    whole = path.read_bytes()
-    for content, cause in ((whole[:-100], "cannot be read"), (b"version https://git-lfs", "cannot be read")):
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match=cause):
+    whole, weights, (_, about) = path.read_bytes(), load_file(str(path)), read_head(path)
+
+    def refused(cause: str, tensors=weights, entry: object = about) -> None:
+        save_file(weights | tensors, str(path), None if entry is None else {KEY: json.dumps(entry)})
+        with pytest.raises(ValueError, match=f"h is (no|damaged).*{cause}"):
             load_head(path, model)
-    path.write_bytes(whole)
-    for metadata in (None, {KEY: "{"}, {KEY: "[]"}, {KEY: '{"version": 2}'}):
-        save_file(load_file(str(path)), str(path), metadata)
-        with pytest.raises(ValueError, match=f"h is no draft head of version 1.*{KEY} entry"):
-            load_head(path, model)
-    for change, cause in (
-        ({"down": torch.ones(64, 15)}, r"its tensor 'from_state' is torch.float16 \[32, 64\], not .* \[30, 64\]"),
-        ({"down": torch.tensor(1.0)}, "its tensor 'from_state'"),
-        ({"out_norm": torch.full((64,), float("nan"))}, "'out_norm' holds NaN or infinity"),
-        ({"down": torch.full((64, 16), 1e9)}, "'down' holds NaN or infinity"),  # in float16
-        ({"more": torch.ones(1)}, r"are not those of a head \(more\)"),
-        ({"kept": torch.arange(300, 340)}, "outside the vocabulary"),
+
+    for entry in (None, "{", [], [1], {"version": 2}):
+        refused(f"draft head of version 1.*{KEY} entry", entry=entry)
+    for name in ("target", "fingerprint", "hidden", "vocab", "kept", "training"):
+        for wrong in ({}, {name: None}, {name: True}, {name: 0}):
+            entry = {key: value for key, value in about.items() if key != name} | wrong
+            refused(f"the '{name}' of its {KEY} entry is .*; get or train", entry=entry)
+    for name, w, cause in (
+        ("down", torch.ones(64, 15).half(), r"tensor 'from_state' is torch.float16 \[32, 64\], not .* \[30, 64\]"),
+        ("down", torch.tensor(1.0).half(), "its tensor 'from_state'"),
+        ("down", weights["down"].float(), "'down' is torch.float32"),
+        ("kept", weights["kept"].long(), "'kept' is torch.int64"),
+        ("out_norm", torch.full((64,), float("nan")).half(), "'out_norm' holds NaN or infinity"),
+        ("down", torch.full((64, 16), 1e9).half(), "'down' holds NaN or infinity"),
+        ("more", torch.ones(1), r"are not those of a head \(more\)"),
+        ("kept", torch.arange(300, 340).int(), "outside the vocabulary"),
     ):
-        written(path, model, **change)
-        with pytest.raises(ValueError, match=cause):
+        refused(cause, {name: w})
+    for content in (whole[:-100], b"version https://git-lfs"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="cannot be read"):
             load_head(path, model)
-
-
-@pytest.mark.parametrize("name", ["target", "fingerprint", "hidden", "vocab", "kept", "training"])
-def test_a_head_that_says_too_little_is_refused_by_entry(tmp_path, name):
-    path = tmp_path / "h"
-    written(path, world()[2])
-    _, about = read_head(path)
-    for wrong in ({}, {name: None}, {name: True}, {name: 0}):
-        rest = {key: value for key, value in about.items() if key != name}
-        save_file(load_file(str(path)), str(path), {KEY: json.dumps(rest | wrong)})
-        with pytest.raises(ValueError, match=f"h is damaged: the '{name}' of its {KEY} entry is .*; get or train"):
-            read_head(path)
-
-
-def test_weights_of_another_type_are_refused(tmp_path):
-    path = tmp_path / "h"
-    written(path, world()[2])
-    _, about = read_head(path)
-    weights = load_file(str(path))
-    for name, dtype in (("down", torch.float32), ("kept", torch.int64)):
-        save_file(weights | {name: weights[name].to(dtype)}, str(path), {KEY: json.dumps(about)})
-        with pytest.raises(ValueError, match=f"'{name}' is {dtype}"):
-            read_head(path)
 
 
 # -- learning
@@ -313,18 +292,20 @@ def decided(tmp_path_factory):
 SMALL = Settings("tiny", None, texts=6, tokens=40, steps=200, kept=320, width=32, batch=48, rate=2e-2, dropout=0.0)
 
 
-def test_a_trained_head_is_right_more_often_than_a_random_one(decided, tmp_path):
-    out, right = tmp_path / "h", []
+@pytest.fixture(scope="module")
+def trained(decided, tmp_path_factory):
+    out = tmp_path_factory.mktemp("h") / "h"
     train(out, SMALL, lambda: LLM(decided, **OPTIONS))
-    weights, about = read_head(out)
+    return out
+
+
+def test_a_trained_head_is_right_more_often_than_a_random_one(decided, trained, tmp_path):
+    weights, about = read_head(trained)
     assert about["training"]["steps"] == 200 and set(weights) == set(head_shapes(64, 32, 1))
-    target = LLM(decided, **OPTIONS).model
-    for trained in (True, False):
-        if not trained:
-            draw = torch.Generator().manual_seed(0)
-            drawn = {n: torch.randn(w.shape, generator=draw) for n, w in weights.items() if n != "kept"}
-            save_head(out, drawn | {"kept": weights["kept"]}, target, "tiny", {})
-        llm = LLM(decided, **OPTIONS, speculate=f"head:{out}")
+    random, right = drawn_weights(width=32, kept=weights["kept"].tolist()), []
+    save_head(tmp_path / "random", random, LLM(decided, **OPTIONS).model, "tiny", {})
+    for path in (trained, tmp_path / "random"):
+        llm = LLM(decided, **OPTIONS, speculate=f"head:{path}")
         llm.engine.speculator.step = None
         for text in head_texts.requests(6, 0):
             llm.chat([{"role": "user", "content": text}], SamplingParams(temperature=0, max_tokens=40))
@@ -334,27 +315,27 @@ def test_a_trained_head_is_right_more_often_than_a_random_one(decided, tmp_path)
 
 def test_an_interrupted_training_ends_with_the_same_file(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(head_texts, "SHARD", 2)
-    settings, write, written = dataclasses.replace(SMALL, steps=25, tokens=20), head_texts.write_shard, []
+    settings, write, paths = dataclasses.replace(SMALL, steps=25, tokens=20), head_texts.write_shard, []
 
     def write_shard(llm, path, *rest):
-        if len(written) == 5:
+        if path not in paths and len(paths) == 5:
+            paths.append(None)
             raise KeyboardInterrupt
-        written.append(path)
+        paths.append(path)
         write(llm, path, *rest)
 
+    def run(name: str, settings=settings) -> bytes:
+        train(tmp_path / name, settings, lambda: LLM(folder, **OPTIONS))
+        return (tmp_path / name).read_bytes()
+
     monkeypatch.setattr(head_texts, "write_shard", write_shard)
-    train(tmp_path / "whole", settings, lambda: LLM(folder, **OPTIONS))
+    whole = run("whole")
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "halves", settings, lambda: LLM(folder, **OPTIONS))
-    assert len(written) == 5 and not (tmp_path / "halves").exists()
-    monkeypatch.setattr(
-        head_texts, "write_shard", lambda llm, path, *rest: written.append(path) or write(llm, path, *rest)
-    )
-    train(tmp_path / "halves", settings, lambda: LLM(folder, **OPTIONS))
-    assert (tmp_path / "halves").read_bytes() == (tmp_path / "whole").read_bytes()
-    assert len(written) == len(set(written)) == 6, "no text is written twice"
-    train(tmp_path / "halves", dataclasses.replace(settings, seed=1), lambda: LLM(folder, **OPTIONS))
-    assert len(set(written)) == 9, "and those of another run are not taken for its own"
+        run("halves")
+    assert run("halves") == whole
+    assert len(paths) == len(set(paths)) == 3 + 3 + 1, "no text is written twice"
+    assert run("halves", dataclasses.replace(settings, seed=1)) != whole
+    assert len(set(paths)) == 7 + 3, "and those of another run are not taken for its own"
 
 
 def test_measuring_texts_are_not_training_texts():
@@ -363,9 +344,8 @@ def test_measuring_texts_are_not_training_texts():
         assert " ".join(text.split()[:4]) not in asked
 
 
-def test_measuring_counts_what_each_side_guessed(decided, tmp_path):
-    train(tmp_path / "h", SMALL, lambda: LLM(decided, **OPTIONS))
-    llm = LLM(decided, **OPTIONS, speculate=f"head:{tmp_path}/h")
+def test_measuring_counts_what_each_side_guessed(decided, trained):
+    llm = LLM(decided, **OPTIONS, speculate=f"head:{trained}")
     llm.engine.speculator.step = None
     sides = {"plain": None, "ngram": Speculator(NgramProposer()), "head": llm.engine.speculator}
     rows = measure(llm, sides, batch=3, tokens=12, rounds=2)
@@ -397,29 +377,24 @@ def test_an_engine_with_a_single_seat_can_time_its_head():
     assert cost.rows == [1, 2] and 0 < cost(1) <= cost(2)
 
 
-def test_the_command_refuses_by_name(tmp_path, capsys):
-    assert main(["train", "--out", str(tmp_path / "h"), "--steps", "0"]) == 2
-    assert "steps=0: at least 1" in capsys.readouterr().err
-    for flags in (["--rate", "nan"], ["--rate", "0"], ["--dropout", "1"], ["--dropout", "nan"]):
-        assert main(["train", "--out", str(tmp_path / "h"), *flags]) == 2
-        assert f"error: {flags[0][2:]}={float(flags[1])}: a " in capsys.readouterr().err
-    assert main(["train", "--out", str(tmp_path / "a" / "h"), "--model", "nothing"]) == 2
-    assert "No model 'nothing'" in capsys.readouterr().err
+def test_training_refuses_by_name(tmp_path, capsys):
+    flags = ("--steps 0", "--rate nan", "--rate 0", "--dropout 1", "--dropout nan", "--model nothing")
+    causes = (
+        "steps=0: at l",
+        "rate=nan: a ",
+        "rate=0.0: a ",
+        "dropout=1.0: a ",
+        "dropout=nan: a ",
+        "No model 'nothing'",
+    )
+    for flag, cause in zip(flags, causes, strict=True):
+        assert main(["train", "--out", str(tmp_path / "a" / "h"), *flag.split()]) == 2
+        assert f"error: {cause}" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        ["--speculate", "ngram"],
-        ["--tokens", "0"],
-        ["--rounds", "0"],
-        ["--batch", "0"],
-        ["--batch", "1", "-1"],
-        ["--batch", "9"],
-    ],
-)
+@pytest.mark.parametrize("given", ["--speculate ngram", "--tokens 0", "--rounds 0", "--batch 1 -1", "--batch 9"])
 def test_the_measurement_refuses_by_name(given, capsys):
     with pytest.raises(SystemExit):
-        main(["measure", *given])
-    assert given[0] in capsys.readouterr().err
+        main(["measure", *given.split()])
+    assert given.split()[0] in capsys.readouterr().err

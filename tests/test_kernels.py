@@ -8,15 +8,7 @@ from kernel_cases import ROWS, SEEDS, copies, drawn, generator, layer_inputs, on
 
 import kernels
 
-
-@pytest.fixture(autouse=True)
-def native():
-    """Every test starts on the native backend with two threads, and leaves the process as it found it."""
-    before = kernels.backend()
-    kernels.set_threads(2)
-    yield kernels.set_backend("native")
-    kernels.set_backend(before)
-
+pytestmark = pytest.mark.usefixtures("native")
 
 LINEAR = {
     "bits": st.sampled_from([4, 8]),

@@ -9,14 +9,7 @@ from kernel_cases import ROWS, SEEDS, Paged, drawn, generator, ops, poison
 import kernels
 from native import cpu as kernels_native
 
-
-@pytest.fixture(autouse=True)
-def native():
-    """Every test starts on the native backend with two threads, and leaves the process as it found it."""
-    before = kernels.backend()
-    kernels.set_threads(2)
-    yield kernels.set_backend("native")
-    kernels.set_backend(before)
+pytestmark = pytest.mark.usefixtures("native")
 
 
 @st.composite

@@ -15,16 +15,10 @@ import kernels
 from native import build
 from native.tape import header
 
+pytestmark = pytest.mark.usefixtures("native")
+
+ROOT = Path(kernels.__file__).parent
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
-
-
-@pytest.fixture(autouse=True)
-def native():
-    """Every test starts on the native backend with two threads, and leaves the process as it found it."""
-    before = kernels.backend()
-    kernels.set_threads(2)
-    yield kernels.set_backend("native")
-    kernels.set_backend(before)
 
 
 def test_a_replayed_tape_equals_the_step_it_recorded_on_new_inputs():
@@ -59,22 +53,19 @@ def test_a_recorded_step_may_choose_rows_and_copy_them_out():
         tape.replay()
 
 
-def test_a_tape_gives_its_memory_out_again_but_never_while_in_use():
+def test_a_tape_gives_its_memory_out_again():
     hidden, weights, state = layer_inputs()
-
-    def layers(n):
-        h = hidden
-        for _ in range(n):
-            h = one_layer(h, weights, state)
-        return h
-
-    with kernels.record() as short:
-        layers(2)
-    with kernels.record() as long:
-        last = layers(12)
-    assert long.owned and len(long.owned) == len(short.owned)
-    want = layers(12)
-    long.replay()
+    tapes = []
+    for n in (2, 12):
+        with kernels.record() as tape:
+            last = hidden
+            for _ in range(n):
+                last = one_layer(last, weights, state)
+        tapes.append(tape)
+    assert tapes[1].owned and len(tapes[1].owned) == len(tapes[0].owned)
+    want = last.clone()
+    last.fill_(float("nan"))
+    tapes[1].replay()
     assert torch.equal(last, want)
 
 
@@ -122,72 +113,131 @@ def test_a_tape_refuses_what_it_could_not_replay():
 
 def test_wrong_arguments_are_refused_before_memory_is_touched():
     hidden, weights, state = layer_inputs()
-    with pytest.raises(ValueError, match=r"\[65, 48\]"):
-        ops.int4_linear(hidden, weights["qkv"], 650 // 10, 64)
-    with pytest.raises(ValueError, match="bias has shape"):
-        ops.int4_linear(hidden, weights["qkv"], 64, 32, bias=torch.zeros(63))
-    with pytest.raises(ValueError, match="embedding table"):
-        ops.int4_embedding(torch.tensor([64]), weights["qkv"], 48, 32)
-    with pytest.raises(ValueError, match="slot"):
-        ops.rope_write_kv(
-            torch.randn(1, 64), state["positions"][:1], state["cos_sin"], state["k"], state["v"], torch.tensor([12]), 2
-        )
-    with pytest.raises(ValueError, match="position"):
-        ops.rope_write_kv(
-            torch.randn(1, 64), torch.tensor([8]), state["cos_sin"], state["k"], state["v"], torch.tensor([4]), 2
-        )
     names = ("k", "v", "tables", "starts", "lens")
-    for name, value, message in (
-        ("tables", 3, "block table"),
-        ("lens", 2, "shorter"),
-        ("lens", 5, "longer"),
-        ("starts", 4, "query_start"),
-    ):
+
+    def rope(positions=state["positions"][:1], slots=state["slots"][:1]):
+        return ops.rope_write_kv(torch.randn(1, 64), positions, *(state[n] for n in ("cos_sin", "k", "v")), slots, 2)
+
+    def attention(name: str, value: int):
         bad = copies(state)
         bad[name][..., -1] = value
-        with pytest.raises(ValueError, match=message):
-            ops.paged_attention(torch.randn(3, 2, 16), *(bad[n] for n in names), 0.25)
-    with pytest.raises(ValueError, match="group_size 48"):
-        kernels.pack_int4(torch.zeros(4, 48, dtype=torch.uint8), torch.zeros(4, 2), torch.zeros(4, 2), 48)
-    with pytest.raises(ValueError, match="backend 'cuda'"):
-        kernels.set_backend("cuda")
-    with pytest.raises(ValueError, match="threads"):
-        kernels.set_threads(0)
+        return ops.paged_attention(torch.randn(3, 2, 16), *(bad[n] for n in names), 0.25)
+
+    for cause, call in {
+        r"\[65, 48\]": lambda: ops.int4_linear(hidden, weights["qkv"], 650 // 10, 64),
+        "bias has shape": lambda: ops.int4_linear(hidden, weights["qkv"], 64, 32, bias=torch.zeros(63)),
+        "embedding table": lambda: ops.int4_embedding(torch.tensor([64]), weights["qkv"], 48, 32),
+        "slot": lambda: rope(slots=torch.tensor([12])),
+        "position": lambda: rope(positions=torch.tensor([8])),
+        "block table": lambda: attention("tables", 3),
+        "shorter": lambda: attention("lens", 2),
+        "longer": lambda: attention("lens", 5),
+        "query_start": lambda: attention("starts", 4),
+        "group_size 48": lambda: kernels.pack_int4(torch.zeros(4, 48).byte(), torch.zeros(4, 2), torch.zeros(4, 2), 48),
+        "backend 'cuda'": lambda: kernels.set_backend("cuda"),
+        "threads": lambda: kernels.set_threads(0),
+    }.items():
+        with pytest.raises(ValueError, match=cause):
+            call()
+
+
+# -- builds
+
+
+def start(**env: str) -> tuple[str, list[str]]:
+    """The backend that a fresh process ends up with, and the lines it writes to stderr."""
+    command = [sys.executable, "-c", "import kernels; print(kernels.set_backend('native'))"]
+    result = subprocess.run(command, env=os.environ | env, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip(), result.stderr.splitlines()
 
 
 def test_without_a_compiler_there_is_one_note_and_the_reference(tmp_path):
-    code = "import kernels; print(kernels.set_backend('native'))"
-    env = {**os.environ, "PATH": "", "VITRINE_CACHE": str(tmp_path), "CXX": ""}
-    root = Path(kernels.__file__).parent
-    result = subprocess.run([sys.executable, "-c", code], env=env, cwd=root, capture_output=True, text=True)
-    assert result.stdout.strip() == "reference", result.stderr
-    assert result.stderr.count("no C++ compiler") == 1
+    backend, lines = start(PATH="", VITRINE_CACHE=str(tmp_path), CXX="")
+    assert backend == "reference" and ["no C++ compiler" in line for line in lines] == [True, False], lines
 
 
 @needs_compiler
-def test_a_broken_compiler_is_reported_with_its_words(tmp_path, monkeypatch):
+def test_a_compiler_may_come_with_flags_and_is_reported_with_its_words(tmp_path, monkeypatch):
     monkeypatch.setenv("VITRINE_CACHE", str(tmp_path))
+    plain = build.build(header(), ("-O0",))
+    monkeypatch.setenv("CXX", "g++ -g0")
+    flagged = build.build(header(), ("-O0",))
+    assert flagged.is_file() and flagged != plain
+    monkeypatch.setenv("CXX", "g++ --no-such-flag")
     with pytest.raises(build.BuildError, match="no-such-flag"):
-        build.build(header(), ("--no-such-flag",))
-    assert not list(tmp_path.glob("*.so"))
+        build.build(header(), ("-O0",))
+    assert {flagged, plain} == set(tmp_path.iterdir()), "nothing of a failed build stays"
 
 
 @needs_compiler
-def test_where_nothing_can_be_kept_the_kernels_are_built_for_this_run(tmp_path):
-    code = "import kernels; print(kernels.set_backend('native'))"
-    nowhere = str(tmp_path / ("x" * 300))  # too long a name: nobody can even ask whether it is there
-    env = {**os.environ, "VITRINE_CACHE": nowhere, "TMPDIR": str(tmp_path), "CXX": "g++ -O0"}
-    root = Path(kernels.__file__).parent
-    result = subprocess.run([sys.executable, "-c", code], env=env, cwd=root, capture_output=True, text=True)
-    assert result.stdout.strip() == "native" and "VITRINE_CACHE" in result.stderr, result.stderr
-    assert not list(tmp_path.rglob("*.so")), "it was left behind"
+def test_a_library_cut_in_half_is_built_again_and_never_loaded(tmp_path):
+    env = {"VITRINE_CACHE": str(tmp_path), "CXX": "g++ -O0"}
+    assert start(**env) == ("native", [])
+    (library,) = tmp_path.iterdir()
+    whole = library.read_bytes()
+    library.write_bytes(whole[: len(whole) // 2])
+    backend, (line,) = start(**env)
+    assert backend == "native" and f"{library} is damaged: built again" in line
+    assert library.read_bytes() == whole and start(**env) == ("native", [])
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """Builds that take no time: every one of them is noted, and gives the same library."""
+    folders = []
+
+    def compile_library(command, arguments, folder):
+        folders.append(folder)
+        (folder / "kernels.so").write_bytes(b"library" * 100)
+        return folder / "kernels.so"
+
+    monkeypatch.setattr(build, "compile_library", compile_library)
+    return folders
+
+
+@needs_compiler
+@pytest.mark.parametrize("content", [b"", b"library" * 99, b"library" * 100 + b"\n", b"Library" + b"library" * 99])
+def test_whatever_a_library_is_damaged_to_it_is_built_again(tmp_path, monkeypatch, capsys, built, content):
+    monkeypatch.setenv("VITRINE_CACHE", str(tmp_path))
+    library = build.build(header())
+    assert build.build(header()) == library and len(built) == 1 and not capsys.readouterr().err
+    for name in (library.name, f"{library.name[:-27]}{'0' * 24}.so"):
+        library.rename(tmp_path / name).write_bytes(content)
+        assert build.build(header()) == library and library.read_bytes() == b"library" * 100
+        assert capsys.readouterr().err == f"kernels: {tmp_path / name} is damaged: built again\n"
+        assert list(tmp_path.iterdir()) == [library]
+    assert build.build(header()) == library and len(built) == 3
+
+
+@needs_compiler
+@pytest.mark.parametrize("nowhere", ["too long a name", "a file", "full", "a folder in its place", "no home"])
+def test_where_nothing_can_be_kept_the_kernels_are_built_for_this_run(tmp_path, monkeypatch, capsys, built, nowhere):
+    cache = tmp_path / ("x" * 300 if nowhere == "too long a name" else "cache")  # one cannot even ask for it
+    monkeypatch.setenv("VITRINE_CACHE", str(cache))
+    if nowhere == "a file":
+        cache.write_text("")
+    elif nowhere == "full":
+        monkeypatch.setattr(shutil, "copy", lambda *_: Path("/dev/full").write_text("x"))
+    elif nowhere == "a folder in its place":
+        library = build.build(header())
+        library.unlink()
+        library.mkdir()
+    elif nowhere == "no home":  # and a user whom the system does not know
+        for name in ("VITRINE_CACHE", "XDG_CACHE_HOME", "HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    library = build.build(header())
+    assert library.read_bytes() == b"library" * 100 and library.parent == built[-1]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("kernels: ") and "built for this run only; set VITRINE_CACHE" in line
 
 
 @needs_compiler
 def test_the_avx512_version_compiles(tmp_path):
-    source = Path(kernels.__file__).parent / "native" / "kernels.cpp"
     (tmp_path / "arguments.h").write_text(header())
-    command = ["g++", "-std=c++17", "-fsyntax-only", "-Wall", "-march=icelake-server", f"-I{tmp_path}", str(source)]
+    source = str(ROOT / "native" / "kernels.cpp")
+    command = ["g++", "-std=c++17", "-fsyntax-only", "-Wall", "-march=icelake-server", f"-I{tmp_path}", source]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0 and "kernels" not in result.stderr, result.stderr
 
@@ -201,17 +251,11 @@ sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-k", chosen, *sys.a
 """
 
 
-def run_against_build(flags, env=()):
+def run_against_build(flags: str, **env: str) -> str:
     """The comparisons with the references in a child process, against a library built with other flags."""
-    tests = Path(__file__).parent
-    files = [str(tests / name) for name in ("test_kernels.py", "test_kernels_attention.py", "test_kernels_sampling.py")]
-    result = subprocess.run(
-        [sys.executable, "-c", CHILD, flags, *files],
-        cwd=tests.parent,
-        env={**os.environ, "KERNEL_EXAMPLES": "10", **dict(env)},
-        capture_output=True,
-        text=True,
-    )
+    files = [str(ROOT / "tests" / f"test_kernels{part}.py") for part in ("", "_attention", "_sampling")]
+    command, env = [sys.executable, "-c", CHILD, flags, *files], {**os.environ, "KERNEL_EXAMPLES": "10", **env}
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     return result.stdout
 
@@ -224,17 +268,4 @@ def test_the_plain_version_agrees_too():
 @needs_compiler
 def test_no_kernel_touches_memory_it_does_not_own():
     runtime = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
-    env = {"LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"}
-    run_against_build("-fsanitize=address -O1", env)
-
-
-@needs_compiler
-def test_a_compiler_may_come_with_flags(tmp_path, monkeypatch):
-    monkeypatch.setenv("VITRINE_CACHE", str(tmp_path))
-    plain = build.build(header(), ("-O0",))
-    monkeypatch.setenv("CXX", "g++ -g0")
-    flagged = build.build(header(), ("-O0",))
-    assert flagged.is_file() and flagged != plain
-    monkeypatch.setenv("CXX", "g++ --no-such-flag")
-    with pytest.raises(build.BuildError, match="no-such-flag"):
-        build.build(header(), ("-O0",))
+    run_against_build("-fsanitize=address -O1", LD_PRELOAD=runtime, ASAN_OPTIONS="detect_leaks=0")

@@ -13,23 +13,14 @@ from hypothesis import strategies as st
 from kernel_cases import SEEDS, drawn
 from sampling_rows import FILTERS, FILTERS_AT_SIZE, SHAPES, normal, state
 
-import kernels
 from native import cpu as kernels_native
 from sampling import probabilities
+
+pytestmark = pytest.mark.usefixtures("native")
 
 NEAR = 1e-6
 SAMPLES = torch.linspace(0, 1, 258, dtype=torch.float64)[1:-1].tolist()
 VOCABS = st.sampled_from([1, 2, 7, 8, 15, 16, 17, 511, 512, 513, 1500])
-
-
-@pytest.fixture(autouse=True)
-def native():
-    """Every test starts on the native backend with two threads, and leaves the process as it found it."""
-    before, threads = kernels.backend(), kernels.threads()
-    kernels.set_threads(2)
-    yield kernels.set_backend("native")
-    kernels.set_backend(before)
-    kernels.set_threads(threads)
 
 
 def drawn_at(row: torch.Tensor, samples: list[float], temperature=1.0, top_p=1.0, top_k=0, min_p=0.0) -> list[int]:
