@@ -24,13 +24,13 @@ Shazeer 2020, section 2. Left out: gradients, dropout, attention biases other th
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from formats.command_line import warn
 from native import build, cpu
 from native.packing import GROUP, TILE, pack_int4, pack_int8, unpack_int4, unpack_int8  # noqa: F401
 from native.tape import Tape
@@ -273,7 +273,7 @@ def set_backend(name: str) -> str:
             cpu.load()
             on_cpu = {op: getattr(cpu, op) for op in _references}
         except build.BuildError as error:
-            print(f"kernels: {error}\nkernels: using the slow torch reference instead", file=sys.stderr)
+            warn(f"kernels: {error}\nkernels: using the slow torch reference instead")
             name = "reference"
     _on_cpu.update(_references | (on_cuda if name == "triton" else on_cpu))
     _on_cuda.update(_references | on_cuda)

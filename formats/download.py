@@ -62,11 +62,13 @@ REGISTRY = {
 
 
 def cache_dir() -> Path:
-    """The folder that keeps fetched models, not necessarily there yet."""
-    if os.environ.get("VITRINE_CACHE"):
-        return Path(os.environ["VITRINE_CACHE"])
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "vitrine"
+    """The folder that keeps fetched models and built kernels, not necessarily there yet."""
+    if own := os.environ.get("VITRINE_CACHE"):
+        return Path(own)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vitrine"
+    except RuntimeError:
+        raise FileNotFoundError("this user has no home folder to keep files in, and VITRINE_CACHE is not set") from None
 
 
 def fetch(name: str) -> Path:

@@ -32,6 +32,7 @@ from types import SimpleNamespace
 import torch
 
 from formats.command_line import warn
+from formats.download import cache_dir
 
 SOURCES = [Path(__file__).with_name(f) for f in "kernels.cpp attention.h linear.h pool.h sampling.h simd.h".split()]
 FLAGS = ("-O3", "-std=c++17", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
@@ -42,13 +43,6 @@ threads = torch.get_num_threads()
 
 class BuildError(ValueError):
     """The C++ kernels cannot be built or loaded on this machine."""
-
-
-def cache_dir() -> Path:
-    """Where builds are kept: $VITRINE_CACHE, or vitrine/ under the user's cache folder. RuntimeError without a home."""
-    if own := os.environ.get("VITRINE_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vitrine"
 
 
 def build(arguments: str, extra_flags: tuple[str, ...] = ()) -> Path:
@@ -65,7 +59,7 @@ def build(arguments: str, extra_flags: tuple[str, ...] = ()) -> Path:
     command = [*compiler, *FLAGS, *extra_flags]
     parts = [version, *command[1:], processor(), arguments, *(source.read_text("utf-8") for source in SOURCES)]
     stem = f"kernels-{digest(chr(0).join(parts).encode())}-"
-    with contextlib.suppress(OSError, RuntimeError):  # if the cache cannot be read, it is said below
+    with contextlib.suppress(OSError):  # if the cache cannot be read, it is said below
         for kept in cache_dir().glob(f"{stem}*.so"):
             if kept.name == f"{stem}{digest(kept.read_bytes())}.so":
                 return kept
@@ -78,7 +72,7 @@ def build(arguments: str, extra_flags: tuple[str, ...] = ()) -> Path:
         cache_dir().mkdir(parents=True, exist_ok=True)
         partial = Path(shutil.copy(made, cache_dir() / f"{stem}{os.getpid()}.partial"))
         return partial.rename(cache_dir() / f"{stem}{digest(made.read_bytes())}.so")
-    except (OSError, RuntimeError) as error:  # a read-only home, or none, must not cost a factor of forty
+    except OSError as error:  # a read-only home, or none, must not cost a factor of forty
         warn(f"kernels: {error}: built for this run only; set VITRINE_CACHE to a folder to keep them")
         return made
 

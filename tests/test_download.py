@@ -134,6 +134,10 @@ def test_cache_folder_by_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert download.cache_dir() == tmp_path / ".cache" / "vitrine"
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])  # a user whom the system does not know
+    with pytest.raises(FileNotFoundError, match="no home folder.*VITRINE_CACHE"):
+        download.fetch("smollm2")
 
 
 def test_a_hub_id_is_downloaded_as_a_folder(tmp_path, monkeypatch):
