@@ -1,9 +1,7 @@
 """From logits to a token: what a request may ask for, and how its next token is drawn.
 
-The problem. Thirty requests share one step, each with its own temperature, filters, penalties and seed. Each must get
-exactly the token it would have got alone: in any batch, after a preemption, after a rejected guess.
-
-The idea. Every row walks the same line of rules (`RULES`) on its own, and nothing on the line remembers the batch:
+Requests of one step have their own temperatures, filters, penalties and seeds, and each must get exactly the token it
+would have got alone. So every row walks the same line of rules (`RULES`) on its own:
 
     raw logits [V] -> mask, logit_bias, penalties, min_tokens -> temperature -> min_p, top_k, top_p, typical_p
         |             `--------------- LOGITS --------------'                   `--------- WEIGHTS ----------'
@@ -12,10 +10,8 @@ The idea. Every row walks the same line of rules (`RULES`) on its own, and nothi
     weights  |     5     | 2 |1|        8        |       laid end to end, 16 in all
     token          0       1  2         3                u = 0.46 -> 0.46 * 16 = 7.36 -> token 2
 
-u is a hash of (seed, answer, position): no generator is shared or rewound. Ranks are by logit, ties go to the lower id.
-
 Sources: Holtzman et al. 2020 (top_p); Nguyen et al. 2024 (min_p); Meister et al. 2022 (arXiv:2202.00666, typical_p);
-Keskar et al. 2019 (repetition penalty); OpenAI's API reference; Salmon et al. 2011 (random numbers from counters).
+Keskar et al. 2019 (repetition penalty); Salmon et al. 2011 (random numbers from counters).
 Left out: eta, mirostat and no-repeat-ngram sampling; a fused draw on the GPU (rows are drawn one by one).
 """
 
@@ -24,12 +20,12 @@ import hashlib
 import math
 import secrets
 import struct
-from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -43,9 +39,7 @@ FULL_WEIGHT = 2.0**34
 GREEDY_BELOW = 1e-5  # a temperature below this is 0, as in vLLM
 INF = math.inf
 LOGITS, WEIGHTS = "logits", "weights"  # what a rule changes
-
-
-MAX_TOKENS = "None (up to the context) or an integer >= 0 (0 only scores the prompt)"
+STRUCTURES = ("regex", "json_schema", "choice", "grammar")
 
 
 @dataclass(frozen=True)
@@ -56,29 +50,23 @@ class SamplingParams:
     strings (one or a list), choice (a list of strings), ids (a list of integers), bias (a dict of numbers) or schema.
     """
 
-    n: int = integer(1, 1, 128, "an integer from 1 to 128", "answers to the prompt")
-    best_of: int | None = integer(
-        None, 1, 128, "None or an integer from n to 128", "draw so many, return the n likeliest"
-    )
-    beam_width: int | None = integer(
-        None, 1, 64, "None or an integer from 1 to 64", "beams of a search without drawing"
-    )
+    n: int = integer(1, 1, 128, "answers to the prompt")
+    best_of: int | None = integer(None, 1, 128, "draw so many, return the n likeliest")
+    beam_width: int | None = integer(None, 1, 64, "beams of a search without drawing")
     temperature: float = real(1.0, "[0, 1e6]", "0 is greedy", "divides the logits: above 1 is more random")
     top_p: float = real(1.0, "(0, 1]", "1 is off", "keep the fewest likeliest tokens that hold this probability")
-    top_k: int = integer(0, -1, INF, "an integer >= 1, or 0 or -1 for off", "keep so many of the likeliest tokens")
+    top_k: int = integer(0, -1, INF, "keep so many of the likeliest tokens, 0 or -1 is off")
     min_p: float = real(0.0, "[0, 1]", "0 is off", "keep tokens this likely, as a share of the likeliest")
     typical_p: float = real(1.0, "(0, 1]", "1 is off", "keep the fewest typical tokens that hold this probability")
-    max_tokens: int | None = integer(16, 0, INF, MAX_TOKENS, "end after so many tokens")
-    min_tokens: int = integer(0, 0, INF, "an integer >= 0", "ban EOS and stop ids until so many tokens are out")
+    max_tokens: int | None = integer(16, 0, INF, "end after so many tokens, 0 only scores the prompt", none=True)
+    min_tokens: int = integer(0, 0, INF, "ban EOS and stop ids until so many tokens are out")
     stop: str | Sequence[str] | None = option(None, "strings", "texts that end the answer")
     stop_token_ids: Sequence[int] | None = option(None, "ids", "tokens that end the answer")
     ignore_eos: bool = option(False, "switch", "EOS is a token like any other")
     include_stop_str_in_output: bool = option(False, "switch", "show the stop string, too")
-    seed: int | None = integer(None, -(2**63), 2**63 - 1, "None or an integer of 64 bits", "repeats what is drawn")
-    logprobs: int | None = integer(
-        None, 0, 20, "None or an integer from 0 to 20", "score tokens, and so many best ones"
-    )
-    prompt_logprobs: int | None = integer(None, 0, 20, "None or an integer from 0 to 20", "the same for the prompt")
+    seed: int | None = integer(None, -(2**63), 2**63 - 1, "repeats what is drawn")
+    logprobs: int | None = integer(None, 0, 20, "score tokens, and so many best ones")
+    prompt_logprobs: int | None = integer(None, 0, 20, "the same for the prompt")
     presence_penalty: float = real(0.0, "[-2, 2]", "0 is off", "lowers the logit of tokens that are in the output")
     frequency_penalty: float = real(0.0, "[-2, 2]", "0 is off", "the same, as often as they occur")
     repetition_penalty: float = real(1.0, "[1e-4, 1e4]", "1 is off", "weakens tokens of the prompt and the output")
@@ -90,36 +78,30 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            value, (kind, allowed, *limits) = getattr(self, f.name), f.metadata["rule"]
-            if value is None and allowed.startswith("None"):
-                value = {"strings": (), "ids": (), "bias": {}}.get(kind)
-            else:
-                value = normal_form(f.name, value, kind, allowed, *limits)
-            object.__setattr__(self, f.name, value)
-        self._check_together()
+            object.__setattr__(self, f.name, normal_form(f.name, getattr(self, f.name), **f.metadata["rule"]))
+        for name, allowed in self._conflicts():
+            raise ParameterError(name, getattr(self, name), allowed)
 
-    def _check_together(self) -> None:
-        """Fields that are legal alone but not side by side."""
-        problems = []  # (field, what it must be)
-        shapes = [name for name in ("regex", "json_schema", "choice", "grammar") if getattr(self, name) is not None]
+    def _conflicts(self) -> Iterator[tuple[str, str]]:
+        """Fields that are legal alone but not side by side, and what they must be."""
+        shapes = [name for name in STRUCTURES if getattr(self, name) is not None]
         if len(shapes) > 1:
-            problems.append((shapes[1], f"None when {shapes[0]} is given: an output has one shape"))
+            yield shapes[1], f"None when {shapes[0]} is given: an output has one shape"
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            problems.append(("min_tokens", f"at most max_tokens={self.max_tokens}"))
+            yield "min_tokens", f"at most max_tokens={self.max_tokens}"
         if self.best_of is not None and self.best_of < self.n:
-            problems.append(("best_of", f"None or an integer from n={self.n} to 128"))
-        if self.beam_width is not None and self.n > self.beam_width:
-            problems.append(("n", f"at most beam_width={self.beam_width}"))
+            yield "best_of", f"None or an integer from n={self.n} to 128"
         if self.beam_width is not None:
+            if self.n > self.beam_width:
+                yield "n", f"at most beam_width={self.beam_width}"
             off = {
                 name: (getattr(NEUTRAL, name),) for rule in RULES if rule.changes == WEIGHTS for name in rule.options
             }
             off |= {"top_k": (0, -1), "best_of": (None,), "temperature": (0, 1)}
-            allowed = {name: " or ".join(str(value).removesuffix(".0") for value in off[name]) for name in off}
-            beams = "with beam_width: a beam search does not draw"
-            problems += [(name, f"{allowed[name]} {beams}") for name in off if getattr(self, name) not in off[name]]
-        for name, allowed in problems[:1]:
-            raise ParameterError(name, getattr(self, name), allowed)
+            for name, values in off.items():
+                if getattr(self, name) not in values:
+                    allowed = " or ".join(str(value).removesuffix(".0") for value in values)
+                    yield name, f"{allowed} with beam_width: a beam search does not draw"
 
     @cached_property
     def greedy(self) -> bool:
@@ -128,40 +110,30 @@ class SamplingParams:
 
     @cached_property
     def structured(self) -> bool:
-        return any(value is not None for value in (self.regex, self.json_schema, self.choice, self.grammar))
+        return any(getattr(self, name) is not None for name in STRUCTURES)
 
     @cached_property
     def scored(self) -> bool:
         """Whether the log-probability of each token is needed, to report it or to choose among best_of."""
         return self.logprobs is not None or self.best_of is not None
 
+    @cached_property
+    def active(self) -> dict[str, list["Rule"]]:
+        """The rules in force, by what they change."""
+        active: dict[str, list[Rule]] = {LOGITS: [], WEIGHTS: []}
+        for rule in RULES:
+            if not rule.options or any(getattr(self, name) != getattr(NEUTRAL, name) for name in rule.options):
+                active[rule.changes].append(rule)
+        return active
 
-class NonFiniteLogits(ValueError):
-    """The model's logits of one row hold NaN or +inf, or -inf only: no token of it means anything."""
-
-
-class NoTokenLeft(ValueError):
-    """The row's own constraints (mask, bias) forbid every token."""
-
-
-def uniform(seed: int, index: int, position: int, stream: int = 0) -> float:
-    """A number in [0, 1), 53 bits of it, that depends on its arguments only.
-
-    position counts an answer's output tokens, index the answers of a request. Stream 0 draws the token; what must be
-    independent of it at the same position (speculation's guesses and verdicts) takes another one.
-    """
-    digest = hashlib.blake2b(struct.pack("<Qqqq", seed % 2**64, index, position, stream), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+    @cached_property
+    def drawn_natively(self) -> bool:
+        """Whether native/sampling.h knows every filter in force."""
+        return all(rule.native for rule in self.active[WEIGHTS])
 
 
 class SamplerState:
-    """What sampling remembers of one answer: its random stream, and how often it has seen which token.
-
-    Tokens stand in the order of first sight, so that no step recounts the history:
-
-        prompt 7 3, output 5 3 5     tokens  7  3  5
-                                     counts  0  1  2      occurrences in the output
-    """
+    """What sampling remembers of one answer: its random stream, and how often which token stands in its output."""
 
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], index=0, seed=None, eos_token_ids=()):
         """`seed` stands in when params.seed is None; without either, one is drawn. Answers of a request share it."""
@@ -169,35 +141,26 @@ class SamplerState:
         seed = seed if params.seed is None else params.seed
         self.seed = secrets.randbits(63) if seed is None else seed
         self.end_ids = [] if params.ignore_eos else list(eos_token_ids)  # EOS that is ignored ends nothing
-        self.logit_rules, self.filters, self.native = [], [], True
-        for rule in RULES:
-            if not rule.options or any(getattr(params, name) != getattr(NEUTRAL, name) for name in rule.options):
-                (self.logit_rules if rule.changes == LOGITS else self.filters).append(rule)
-                self.native &= rule.native or rule.changes == LOGITS
         # Only the repetition penalty looks at the prompt; without it the prompt is not even read.
-        seen = dict.fromkeys(prompt_ids if params.repetition_penalty != 1 else ())
-        self.tokens, self.counts = array("q", seen), array("f", [0] * len(seen))
-        self.slots = dict(zip(seen, range(len(seen)), strict=True))  # token -> its place in the two
-        self.counting = bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
+        self.counts = dict.fromkeys(prompt_ids if params.repetition_penalty != 1 else (), 0)
 
     def uniform(self, stream: int = 0) -> float:
-        """The random number of the next token of this answer (see `uniform`)."""
-        return uniform(self.seed, self.index, self.n_output, stream)
+        """A number in [0, 1), 53 bits of it: a hash of (seed, answer, position, stream), so nothing is ever rewound.
+
+        Stream 0 draws the next token; speculation's guesses and verdicts, independent of it, take other ones.
+        """
+        counter = struct.pack("<Qqqq", self.seed % 2**64, self.index, self.n_output, stream)
+        return (int.from_bytes(hashlib.blake2b(counter, digest_size=8).digest(), "little") >> 11) * 2.0**-53
 
     def commit(self, token: int) -> None:
         """`token` has become part of the output."""
         self.n_output += 1
-        if self.counting:
-            slot = self.slots.setdefault(token, len(self.tokens))
-            if slot == len(self.tokens):
-                self.tokens.append(token)
-                self.counts.append(0)
-            self.counts[slot] += 1
+        self.counts[token] = self.counts.get(token, 0) + 1
 
     def fork(self, index: int) -> "SamplerState":
         """An independent copy: for another answer (its index), or to guess ahead in this one (the same index)."""
         twin = copy.copy(self)
-        twin.index, twin.slots, twin.tokens, twin.counts = index, self.slots.copy(), self.tokens[:], self.counts[:]
+        twin.index, twin.counts = index, self.counts.copy()
         return twin
 
 
@@ -222,11 +185,11 @@ def add_bias(row: Tensor, state: SamplerState) -> None:
 
 
 def penalise(row: Tensor, state: SamplerState) -> None:
-    params = state.params
-    if not state.tokens:
+    params, seen = state.params, state.counts
+    if not seen:
         return
-    ids = torch.frombuffer(state.tokens, dtype=torch.int64).to(row.device)  # [seen]
-    counts = torch.frombuffer(state.counts, dtype=torch.float32).to(row.device)  # [seen]
+    ids = torch.from_numpy(numpy.fromiter(seen, numpy.int64, len(seen))).to(row.device)  # [seen]
+    counts = torch.from_numpy(numpy.fromiter(seen.values(), numpy.float32, len(seen))).to(row.device)  # [seen]
     before = row[ids]
     # A penalty must make a token less likely: dividing would raise a negative logit.
     logits = torch.where(before < 0, before * params.repetition_penalty, before / params.repetition_penalty)
@@ -256,14 +219,14 @@ def keep_top_k(weights: Tensor, row: Tensor, state: SamplerState) -> Tensor:
 
 
 def keep_top_p(weights: Tensor, row: Tensor, state: SamplerState) -> Tensor:
-    return shortest_run(weights, FULL_WEIGHT / weights, row, state.params.top_p)
+    return shortest_run(weights, row, state.params.top_p)
 
 
 def keep_typical(weights: Tensor, row: Tensor, state: SamplerState) -> Tensor:
     """Keeps the tokens whose surprise -log p is nearest to its mean, the entropy."""
     p = weights.double() / weights.sum(dtype=torch.float64)
     distance = (p.log() + torch.special.entr(p).sum()).abs().float()  # [V], inf for what other filters dropped
-    return shortest_run(weights, distance, -distance, state.params.typical_p)
+    return shortest_run(weights, -distance, state.params.typical_p)
 
 
 RULES = [
@@ -278,40 +241,25 @@ RULES = [
 NEUTRAL = SamplingParams()
 
 
-def shortest_run(weights: Tensor, distance: Tensor, rank: Tensor, share: float) -> Tensor:
-    """Weights [V] of the fewest tokens, in the order of rank [V], that hold `share` of the mass; 0 elsewhere.
-
-    distance [V] >= 0 grows as rank falls. Its upper bits (exponent, 4 bits of mantissa), read as an integer, number
-    buckets in its order; of many tokens only those of the bucket in which the goal is reached are sorted:
-
-        bucket        ...   90      91       92      93  ...
-        mass               | 40 |   31    |  22   |  5 ...
-        share = 0.8         kept   kept    sorted  dropped
-    """
+def shortest_run(weights: Tensor, rank: Tensor, share: float) -> Tensor:
+    """Weights [V] of the fewest tokens, in the order of rank [V], that hold `share` of the mass; 0 elsewhere."""
     goal = share * weights.sum(dtype=torch.float64)
-    if weights.count_nonzero() > 512:
-        bucket = (distance.view(torch.int32) >> 19).long()  # [V], below 4096
-        mass = torch.zeros(4096, dtype=torch.float64, device=weights.device).scatter_add_(0, bucket, weights.double())
-        reach = mass.cumsum(0)
-        border = int(torch.searchsorted(reach, goal))
-        kept, before = torch.where(bucket < border, weights, 0), reach[border] - mass[border]
-        ids = (bucket == border).nonzero().squeeze(1)
-    else:
-        kept, before, ids = torch.zeros_like(weights), 0.0, weights.nonzero().squeeze(1)
-    ids = ids[rank[ids].sort(descending=True, stable=True).indices]
-    reach = before + weights[ids].cumsum(0, dtype=torch.float64)
+    for k in (512, 4096, len(rank)):  # the first is nearly always enough, and far cheaper than sorting a vocabulary
+        ids = best_ids(rank, k)
+        reach = weights[ids].cumsum(0, dtype=torch.float64)
+        if reach[-1] >= goal:
+            break
     ids = ids[: int(torch.searchsorted(reach, goal)) + 1]
-    return kept.index_copy_(0, ids, weights[ids])
+    return torch.zeros_like(weights).index_copy_(0, ids, weights[ids])
 
 
 def best_ids(row: Tensor, k: int) -> Tensor:
     """Ids of the k largest of [V], largest first, ties by id: the first k of a full stable sort, without the sort."""
-    k = min(k, len(row))
-    values, ids = row.topk(min(k + 1, len(row)))
-    if len(ids) > k and values[k - 1] == values[k]:  # a tie across the border, and topk breaks ties as it likes
-        ids = (row >= values[k - 1]).nonzero().squeeze(1)
-    else:
-        ids = ids[:k].sort().values
+    if k >= len(row):
+        return row.sort(descending=True, stable=True).indices
+    values, ids = row.topk(k + 1)
+    tie = k > 0 and values[k - 1] == values[k]  # across the border, and topk breaks ties as it likes
+    ids = (row >= values[k]).nonzero().squeeze(1) if tie else ids[:k].sort().values
     return ids[row[ids].sort(descending=True, stable=True).indices[:k]]
 
 
@@ -322,14 +270,14 @@ def constrain(row: Tensor, state: SamplerState, mask: Tensor | None) -> None:
             raise ValueError(f"a mask is bool over up to {len(row)} tokens, not {mask.dtype} over {len(mask)}")
         row[: len(mask)].masked_fill_(~mask.to(row.device), -INF)
         row[len(mask) :] = -INF  # padded ids the tokenizer does not have
-    for rule in state.logit_rules:
+    for rule in state.params.active[LOGITS]:
         rule.apply(row, state)
 
 
 def weigh(row: Tensor, best: float, state: SamplerState) -> Tensor:
     """Integer weights [V], as float32, by which a row of constrained logits is drawn; its largest is `best`."""
     weights = (row - best).div_(state.params.temperature).exp_().mul_(FULL_WEIGHT).round_()
-    for rule in state.filters:
+    for rule in state.params.active[WEIGHTS]:
         weights = rule.apply(weights, row, state)
     return weights
 
@@ -357,18 +305,16 @@ def probabilities(row: Tensor, state: SamplerState, mask: Tensor | None = None) 
 
 def argmax(logits: Tensor, rows: Sequence[int] | None = None) -> tuple[list[float], list[int]]:
     """Largest value and its lowest id, of each row of [R, V] or of those listed; a row with a NaN has NaN."""
-    rows = range(len(logits)) if rows is None else rows
-    if logits.device.type == "cpu":  # numpy's argmax is vectorised and copies no rows
-        table, best, ids = logits.numpy(), [], []
-        for r in rows:
-            ids.append(int(table[r].argmax()))
-            best.append(float(table[r, ids[-1]]))
-        return best, ids
-    # In two stages, so that all threads of a GPU have something to do: the first best block, its first best token.
-    blocks = logits[list(rows)].unflatten(1, (-1, math.gcd(logits.shape[1], 256)))  # [R, vocab / block, block]
-    best, best_block = blocks.amax(-1).max(-1)  # [R]; amax and max carry NaN along
-    inside = blocks[torch.arange(len(blocks), device=logits.device), best_block]  # [R, block]
-    return best.tolist(), (best_block * blocks.shape[2] + inside.argmax(-1)).tolist()
+    rows, ids = list(range(len(logits)) if rows is None else rows), []
+    if logits.device.type == "cpu":  # numpy's argmax is vectorised, and no row is copied
+        for row in rows:
+            ids.append(int(logits.numpy()[row].argmax()))
+    elif rows:  # in two stages, so that all threads of a GPU work: the first best block, its first best token
+        blocks = logits[rows].unflatten(1, (-1, math.gcd(logits.shape[1], 256)))  # [rows, vocab / block, block]
+        block = blocks.amax(-1).argmax(-1, keepdim=True)  # [rows, 1]; amax and argmax carry NaN along
+        inside = blocks.take_along_dim(block[..., None], 1).argmax(-1)  # [rows, 1]
+        ids = (block * blocks.shape[2] + inside).flatten().tolist()
+    return logits[rows, ids].tolist(), ids
 
 
 def row_error(raw_best: float, best: float) -> ValueError | None:
@@ -376,9 +322,9 @@ def row_error(raw_best: float, best: float) -> ValueError | None:
     if not math.isfinite(raw_best):
         what = {INF: "+inf", -INF: "-inf only"}.get(raw_best, "NaN")
         remedy = "a 16-bit dtype may have overflowed: load the model as bfloat16 or float32, and check its weights"
-        return NonFiniteLogits(f"the model's logits hold {what}; {remedy}")
+        return ValueError(f"the model's logits hold {what}; {remedy}")
     if not math.isfinite(best):
-        return NoTokenLeft("the mask, logit_bias and the model's own -inf together forbid every token")
+        return ValueError("the mask, logit_bias and the model's own -inf together forbid every token")
     return None
 
 
@@ -399,7 +345,7 @@ def score(row: Tensor, token: int, k: int | None) -> Sampled:
     rank = 1 + int((row > value).sum()) + int((row[:token] == value).sum())
     top = None
     if k is not None:
-        ids = best_ids(row, k) if k else row.new_empty(0, dtype=torch.int64)
+        ids = best_ids(row, k)
         top = [(i, x - log_sum) for i, x in zip(ids.tolist(), row[ids].tolist(), strict=True)]
     return Sampled(token, float(value) - log_sum, rank, top)
 
@@ -407,7 +353,7 @@ def score(row: Tensor, token: int, k: int | None) -> Sampled:
 def prompt_logprobs(logits: Tensor, targets: Sequence[int], k: int) -> list[Sampled | ValueError]:
     """How likely each of n known tokens was: row i of raw logits [n, V] predicted targets[i]; k best beside it.
 
-    A row of NaN, +inf or only -inf holds its NonFiniteLogits. The first token of a prompt has no row.
+    A row of NaN, +inf or only -inf has its ValueError. The first token of a prompt has no row.
     """
     raw = logits.float().contiguous()
     best = raw.amax(-1).tolist()  # carries NaN along
@@ -418,28 +364,29 @@ def sample(logits: Tensor, states: Sequence[SamplerState], masks=None, rows=None
     """The next token of each state, from its row of raw logits [R, V]; states are not changed (commit what you keep).
 
     masks: for each state what `constrain` takes; rows: which row is whose, each in turn if not given. A row nothing can
-    be drawn from gets its NonFiniteLogits or NoTokenLeft. Rows that nothing changes are not copied: one is 200 kB.
+    be drawn from gets its ValueError.
     """
     raw = logits.float().contiguous()
     masks = [None] * len(states) if masks is None else masks
     rows = range(len(raw)) if rows is None else rows
     if not len(rows) == len(states) == len(masks):
         raise ValueError(f"{len(rows)} rows of logits, {len(states)} states, {len(masks)} masks: one of each per row")
-    changed = [i for i, state in enumerate(states) if state.logit_rules or masks[i] is not None]
-    chosen = choose(raw, {i: r for i, r in enumerate(rows) if i not in changed}, states)
-    raw_best: dict[int, float] = {}  # of the changed rows: a mask may hide what is not finite
+    plain, changed = {}, {}  # state: its row. What no rule changes is not copied, for a row is 200 kB
+    for i, row in enumerate(rows):
+        (plain if masks[i] is None and not states[i].params.active[LOGITS] else changed)[i] = row
+    chosen, raw_best = choose(raw, plain, states), {}
     if changed:
-        copies = raw[[rows[i] for i in changed]]  # [changed, V]
-        raw_best = dict(zip(changed, argmax(copies)[0], strict=True))
+        copies = raw[list(changed.values())]  # [changed, V]
+        raw_best = dict(zip(changed, copies.amax(1).tolist(), strict=True))  # a mask may hide what is not finite
         for row, i in zip(copies, changed, strict=True):
             constrain(row, states[i], masks[i])
-        chosen |= choose(copies, {i: j for j, i in enumerate(changed)}, states)
+        chosen |= choose(copies, dict(zip(changed, range(len(changed)), strict=True)), states)
     results: list[Sampled | ValueError] = []
-    for i, (r, state) in enumerate(zip(rows, states, strict=True)):
+    for i, row in enumerate(rows):
         best, token = chosen[i]
-        error = row_error(raw_best.get(i, best), best)
-        scored = state.params.scored and error is None
-        results.append(score(raw[r], token, state.params.logprobs) if scored else error or Sampled(token))
+        error, params = row_error(raw_best.get(i, best), best), states[i].params
+        scored = params.scored and error is None
+        results.append(score(raw[row], token, params.logprobs) if scored else error or Sampled(token))
     return results
 
 
@@ -451,17 +398,18 @@ def choose(table: Tensor, rows: dict[int, int], states: Sequence[SamplerState]) 
     """
     chosen = dict(zip(rows, zip(*argmax(table, rows.values()), strict=True), strict=True))
     native = kernels.backend() == "native" and table.device.type == "cpu"
-    fused = {}  # i: what the kernel needs to know
+    drawings = {}  # i: what the kernel needs to know
     for i, (best, _) in chosen.items():
         state, p = states[i], states[i].params
         if p.greedy or not math.isfinite(best):
             continue
-        if native and state.native:
+        if native and p.drawn_natively:
             top_k = min(p.top_k, table.shape[1])  # which may be a number that no float holds
-            fused[i] = (best, p.temperature, p.min_p, top_k, p.top_p, state.uniform())
+            drawings[i] = (best, p.temperature, p.min_p, top_k, p.top_p, state.uniform())
         else:
             chosen[i] = best, draw(weigh(table[rows[i]], best, state), state.uniform())
-    if fused:
-        drawn = kernels_native.draw(table, [rows[i] for i in fused], list(fused.values()))
-        chosen |= {i: (chosen[i][0], token) for i, token in zip(fused, drawn, strict=True)}
+    if drawings:
+        drawn = kernels_native.draw(table, list(map(rows.get, drawings)), list(drawings.values()))
+        for i, token in zip(drawings, drawn, strict=True):
+            chosen[i] = chosen[i][0], token
     return chosen

@@ -31,7 +31,7 @@ from request import Answer
 from sampling import Sampled, draw, probabilities, score
 from scheduler import Scheduler, Step
 
-VERDICT, RESIDUAL, GUESS = 1, 2, 3  # streams of sampling.uniform; 0 draws tokens
+VERDICT, RESIDUAL, GUESS = 1, 2, 3  # streams of SamplerState.uniform; 0 draws tokens
 
 
 def rejection_sample(p: torch.Tensor, q: torch.Tensor, guess: int, verdict: float, residual: float) -> int:

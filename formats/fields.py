@@ -7,7 +7,7 @@ The idea. Default, rule, error text and help of a field stand in one line, so th
 apart, and command lines and servers make their own fields from it:
 
     top_p: float = real(1.0, "(0, 1]", "1 is off", "keep the fewest ...")      metadata: kind, rule, help
-        normal_form("top_p", 1.5, *rule)  ──► ParameterError: top_p=1.5 is not allowed: it must be a number ...
+        normal_form("top_p", 1.5, **rule)  ──► ParameterError: top_p=1.5 is not allowed: it must be a number ...
 
 Left out: rules between fields (the dataclass checks those).
 """
@@ -50,12 +50,14 @@ ALLOWED = {  # by kind
 
 def option(default: Any, kind: str, meaning: str, allowed: str = "", low: float = 0, high: float = INF) -> Any:
     """A field of SamplingParams. None is legal where `allowed` begins with it, numbers from low to high."""
-    rule = kind, allowed or ALLOWED[kind], low, high
-    return field(default=default, metadata={"kind": kind, "rule": rule, "help": f"{meaning}; {rule[1]}"})
+    rule = {"kind": kind, "allowed": allowed or ALLOWED[kind], "low": low, "high": high}
+    return field(default=default, metadata={"kind": kind, "rule": rule, "help": f"{meaning}; {rule['allowed']}"})
 
 
-def integer(default: int | None, low: int, high: float, allowed: str, meaning: str) -> Any:
-    return option(default, "integer", meaning, allowed, low, high)
+def integer(default: int | None, low: int, high: float, meaning: str, none: bool = False) -> Any:
+    """An integer; None is legal if it is the default or `none` says so."""
+    allowed = f"an integer >= {low}" if high == INF else f"an integer from {low} to {high}"
+    return option(default, "integer", meaning, ("None or " if none or default is None else "") + allowed, low, high)
 
 
 def real(default: float, interval: str, note: str, meaning: str) -> Any:
@@ -68,11 +70,13 @@ def real(default: float, interval: str, note: str, meaning: str) -> Any:
 def normal_form(name: str, value: Any, kind: str, allowed: str, low: float = 0, high: float = INF) -> Any:
     """A value as its field stores it. ParameterError if it is not legal."""
     match kind, value:
-        case "real" | "integer", bool():
+        case "real" | "integer" | "token", bool():
             pass
+        case _, None if allowed.startswith("None") and kind != "token":
+            return {"strings": (), "ids": (), "bias": {}}.get(kind)
         case "real", Real() if low <= value <= high:  # NaN lies in no interval
             return float(value)
-        case "integer", Integral() if low <= value <= high:
+        case "integer" | "token", Integral() if low <= value <= high:
             return int(value)
         case "switch", bool():
             return value
@@ -84,7 +88,7 @@ def normal_form(name: str, value: Any, kind: str, allowed: str, low: float = 0, 
             if value or kind == "strings":
                 return tuple(value)
         case "ids", list() | tuple():
-            return tuple(normal_form(name, token, "integer", allowed) for token in value)
+            return tuple(normal_form(name, token, "token", allowed) for token in value)
         case "bias", Mapping():
             return _bias(name, value, allowed)
         case "schema", str() | dict():
@@ -97,7 +101,7 @@ def _bias(name: str, value: Mapping, allowed: str) -> dict[int, float]:
     bias: dict[int, float] = {}
     for key, number in value.items():
         token = int(key) if isinstance(key, str) and re.fullmatch(r"[0-9]{1,18}", key) else key
-        token = normal_form(name, token, "integer", allowed)
+        token = normal_form(name, token, "token", allowed)
         if token in bias:
             raise ParameterError(name, value, f"given once for each token, and {token} occurs twice")
         bias[token] = normal_form(name, number, "real", f"a number in [-100, 100] for token {token}", -100, 100)

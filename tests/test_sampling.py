@@ -208,13 +208,14 @@ def test_a_rule_of_logits_is_in_force_for_greedy_rows_and_beside_others(made_up)
 
 def test_a_rule_is_active_where_one_of_its_fields_is_not_at_its_default():
     def active(**fields):
-        one = state(**fields)
-        return [sampling.RULES.index(rule) for rule in (*one.logit_rules, *one.filters)]
+        rules = state(**fields).params.active
+        return [sampling.RULES.index(rule) for rule in (*rules[sampling.LOGITS], *rules[sampling.WEIGHTS])]
 
     assert active() == active(logprobs=3, stop=["x"], n=2, top_k=0) == []
     assert active(logit_bias={1: 2}, min_tokens=1, min_p=0.1, top_k=5, top_p=0.9, typical_p=0.9) == [0, 2, 3, 4, 5, 6]
     assert active(presence_penalty=1) == active(frequency_penalty=1) == active(repetition_penalty=2) == [1]
-    assert state(top_p=0.9, min_p=0.1, top_k=5).native and not state(typical_p=0.9).native
+    assert SamplingParams(top_p=0.9, min_p=0.1, top_k=5).drawn_natively
+    assert not SamplingParams(typical_p=0.9).drawn_natively
 
 
 # Filters and draws
@@ -247,7 +248,7 @@ def test_filters_and_draws_equal_a_full_sort_exactly(values, fields, seed):
     row, one = torch.tensor(values), state(seed=seed, **fields)
     weights = sorted_reference(row, one.params)
     assert torch.equal(probabilities(row, one), weights / weights.sum())
-    rest, expected = sampling.uniform(seed, 0, 0) * int(weights.sum()), 0
+    rest, expected = one.uniform() * int(weights.sum()), 0
     while (rest := rest - int(weights[expected])) >= 0:
         expected += 1
     assert tokens(sample(row[None], [one])) == [expected]
@@ -357,18 +358,19 @@ def test_draws_follow_the_distribution(fields, vary):
 
 @pytest.mark.parametrize("axis", range(4))
 def test_uniform_is_uniform_along_each_argument(axis):
-    numbers = []
-    for i in range(4000):
-        arguments = [123, 0, 5, 0]
-        arguments[axis] += i
-        numbers.append(sampling.uniform(*arguments))
+    def uniform(seed, index, position, stream):
+        one = state(seed=seed, index=index)
+        one.n_output = position
+        return one.uniform(stream)
+
+    numbers = [uniform(*(x + i * (j == axis) for j, x in enumerate([123, 0, 5, 0]))) for i in range(4000)]
     assert all(0 <= u < 1 for u in numbers)
     counts = Counter(int(u * 20) for u in numbers)
     assert sum((counts[b] - 200) ** 2 / 200 for b in range(20)) < chi_square_bound(19)
     serial = sum((a - 0.5) * (b - 0.5) for a, b in itertools.pairwise(numbers)) / len(numbers) * 12
     assert abs(serial) < 4 / math.sqrt(len(numbers))
     seeds = [0, -1, -(2**63), 2**63 - 1, 2**64 - 1]  # -1 and 2**64 - 1 are the same 64 bits
-    assert len({sampling.uniform(seed, 0, 0) for seed in seeds}) == len(seeds) - 1
+    assert len({uniform(seed, 0, 0, 0) for seed in seeds}) == len(seeds) - 1
 
 
 # Rows in company
@@ -491,10 +493,10 @@ def test_a_row_that_is_not_finite_is_an_error_and_its_neighbours_go_on(poison, f
     states = [state([1], [2], seed=i, **fields) for i in range(3)]
     masks = [torch.arange(512) < 100 if masked else None] * 3  # the mask would hide the bad entry
     got = sample(rows, states, masks)
-    assert isinstance(got[1], sampling.NonFiniteLogits) and "bfloat16 or float32" in str(got[1])
+    assert isinstance(got[1], ValueError) and "bfloat16 or float32" in str(got[1])
     assert [got[0], got[2]] == sample(normal(3, 512)[[0, 2]], [states[0], states[2]], masks[:2])
-    assert isinstance(sampling.prompt_logprobs(rows, [0, 0, 0], 1)[1], sampling.NonFiniteLogits)
-    with pytest.raises(sampling.NonFiniteLogits):
+    assert isinstance(sampling.prompt_logprobs(rows, [0, 0, 0], 1)[1], ValueError)
+    with pytest.raises(ValueError, match="logits hold"):
         probabilities(rows[1], states[1], masks[1])
 
 
@@ -614,7 +616,7 @@ def test_eos_wins_over_min_tokens_when_the_mask_leaves_nothing_else():
     assert tokens(sample(row, [state(eos=[3, 4], min_tokens=64, max_tokens=99)], [complete])) == [20]
     for end in ([], [5]):  # a stop token that is part of the text ends nothing: what is asked for cannot be
         (result,) = sample(row, [state(eos=end, stop_token_ids=[3, 4, 20], min_tokens=64, max_tokens=99)], [complete])
-        assert isinstance(result, sampling.NoTokenLeft)
+        assert isinstance(result, ValueError) and "forbid every token" in str(result)
 
 
 @pytest.mark.parametrize(
@@ -640,7 +642,7 @@ def test_masks_that_do_not_fit_are_refused():
 def test_a_row_with_nothing_allowed_fails_alone():
     rows = normal(3, 8)
     got = sample(rows, [state(temperature=0)] * 3, [None, torch.zeros(8, dtype=torch.bool), None])
-    assert isinstance(got[1], sampling.NoTokenLeft) and not isinstance(got[1], sampling.NonFiniteLogits)
+    assert isinstance(got[1], ValueError) and "forbid every token" in str(got[1])
     assert tokens([got[0], got[2]]) == [int(rows[0].argmax()), int(rows[2].argmax())]
 
 
