@@ -1,8 +1,7 @@
 """How many guesses pay: none where they cost more than they win.
 
 The problem. With acceptance rate a per guess, k guesses give 1 + a + ... + a^k tokens a step, but k + 1 rows cost more
-than one, and so does asking the proposer. Where text does not repeat, and in a batch that keeps the machine busy as it
-is, even cheap guesses make everybody slower.
+than one, and so does asking the proposer. In text that does not repeat, or a busy batch, guesses make everybody slower.
 
 The idea. The `Speculator` knows what a step costs by its rows (`StepCost`) and estimates a for every answer and
 strength of evidence (`Record`). It sorts the guesses of the whole batch by the chance that they and all before them are
@@ -13,7 +12,6 @@ is paid in too, so that text which begins to repeat is found out:
     balance   4 . . 3.5 . . 2.2 . . 0.9 . . -0.4     wrong guesses use it up; then a few steps without any, until
               0 . . 0.04 . . 0.08 . . ...            the hundredth has added up to a little, and one more is tried
 
-Prices are in tokens: a second costs the tokens that the batch makes in it without guesses.
 Source: Leviathan, Kalman and Matias 2023 (arXiv:2211.17192, section 3.3) for the cost; the account is our own.
 """
 
@@ -34,7 +32,7 @@ CHECK_S = 0.2e-3  # seconds a step takes longer for having any guesses: laying t
 MARGIN = 1.5  # of what guesses are thought to cost: an answer that gets ahead saves only a row of the steps to come
 BEST_CHANCE = 0.95  # of the best guesses there are
 CREDIT, MOST_CREDIT = 4.0, 8.0  # tokens that guesses may lose at first, and after having won ever so many
-PASSES = 8  # over the sizes of a step, to time each
+PASSES = 8  # over the sizes of a step; the shortest time of each counts, on a machine that is busy elsewhere
 SHARE = 0.01  # of all tokens may be lost in finding out whether guesses pay
 
 Seconds = Callable[[int], float]  # of a number of rows
@@ -55,8 +53,7 @@ class StepCost:
     def measure(cls, run: Callable[[int], object], most: int, budget_s=0.4, before=lambda: None) -> StepCost:
         """run(rows) computes a step; sizes are doubled until `most`, or until timing them takes the budget.
 
-        The shortest of PASSES times counts, since a machine that is busy elsewhere spoils single ones. before() runs
-        untimed before each call, to empty the caches as other work in a step does.
+        before() runs untimed before each call, to empty the caches as other work in a step does.
         """
         seconds: dict[int, float] = {}
 
@@ -111,9 +108,9 @@ class Account:
 class Speculator:
     """Decides how much to guess, asks the proposer, and keeps the accounts.
 
-    step: seconds of a target step of so many rows; without it every answer gets `most` guesses. draft: seconds of a
-    round of the proposer, a guess for so many answers. trust: verified guesses of an answer's own that weigh as much as
-    those of all others.
+    step: seconds of a target step of so many rows (None: always guess). draft: seconds of a round of the proposer, a
+    guess for so many answers. trust: verified guesses of an answer's own that weigh as much as those of all others.
+    Prices are in tokens: a second costs the tokens that the batch makes in it without guesses.
     """
 
     TRUST = 2.0
@@ -173,10 +170,8 @@ class Speculator:
         self._learn(answer, right, int(right < guessed and answer.finish_reason is None))
 
     def plan(self, answers: list[Answer], longest: list[int]) -> list[int]:
-        """How many guesses each answer is given, of at most `longest`: those that together promise most for a second.
-
-        And one to the answer that has gone longest without, when there is something on the account to try it with.
-        """
+        """How many guesses each answer is given, of at most `longest`: those that together promise most for a second,
+        and one to the answer that has gone longest without, when there is something on the account to try it with."""
         n, limits = len(answers), [0] * len(answers)
         chances = [  # (chance that a guess is right together with all before it, its number among them, answer)
             (rate**depth, depth, i)
@@ -198,10 +193,8 @@ class Speculator:
         return limits
 
     def price(self, n: int, guesses: int, longest: int, reading: int = 0) -> float:
-        """What a step of n answers costs more for `guesses`, of which one answer has the `longest`.
-
-        reading: tokens that the proposer has to catch up with first.
-        """
+        """What a step of n answers costs more for `guesses`, of which one answer has the `longest`; reading: tokens
+        that the proposer has to catch up with first."""
         rows, one_round, _ = self._prices(n)
         caught_up = MARGIN * n * (self.draft(n + reading) - self.draft(n)) / self.step(n) if reading else 0.0
         return rows[guesses] + one_round * max(longest, self.proposer.ROUNDS_TO_ASK) + caught_up

@@ -172,10 +172,9 @@ class DraftModel:
 
 
 def make_proposer(speculate: str, engine: Engine, load, make_runner, rejection: bool, capture=None):
-    """The proposer that LLM's `speculate` asks for.
+    """The proposer that LLM's `speculate` asks for. capture: what may record the rounds of a head (None: nothing).
 
-    load(name) -> (Transformer, Tokenizer) of a draft model, which gets as many pages as the target has;
-    make_runner(model, kv) -> its ModelRunner; capture: what may record the rounds of a head (None: nothing).
+    load(name) -> (Transformer, Tokenizer) of a draft model, which gets a pool as large as the target's.
     """
     target, kv = engine.model, engine.kv
     kind, colon, what = speculate.partition(":")

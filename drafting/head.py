@@ -1,8 +1,7 @@
 """A trained draft head: a small recurrent network that goes on from where the target's last hidden state stands.
 
 The problem. A draft model reads a model's weights for every guess and keeps a cache of its own. But the target's last
-hidden state, from which the next token was drawn, mostly knows the one after it as well; it lacks only which token that
-was.
+hidden state, from which the next token was drawn, mostly knows the one after it as well, but for which token that was.
 
 The idea. Learn one small step, from a state and the token that was drawn from it to the next state, and read every
 state with the target's own output table, cut down to the tokens that the training text used most:
@@ -13,10 +12,8 @@ state with the target's own output table, cut down to the tokens that the traini
 
     s' = s + down · silu_gate( from_state · norm(s) + from_token · norm(embedding of the token) )
 
-No attention, so no cache. The strength of its evidence is the head's own certainty, as odds.
-Sources: recurrent drafting, Zhang et al. 2024 (arXiv:2403.09919, section 3.1); Hydra, Ankner et al. 2024
-(arXiv:2402.05109, section 3); the states as input, EAGLE, Li et al. 2024 (arXiv:2401.15077); the reduced table,
-FR-Spec, Zhao et al. 2025 (arXiv:2502.14856). Left out: trees of guesses; a recording of the round on a GPU.
+Sources: recurrent drafting, Zhang et al. 2024 (arXiv:2403.09919, section 3.1); states as input, EAGLE, Li et al. 2024
+(arXiv:2401.15077); the reduced table, FR-Spec, Zhao et al. 2025 (arXiv:2502.14856). Left out: trees of guesses.
 """
 
 from __future__ import annotations
@@ -104,13 +101,12 @@ def faults(weights: dict[str, Tensor], about: dict) -> Iterator[str]:
             yield f"the {name!r} of its {KEY} entry is {repr(value)[:60]}, no {wanted}"
     width = weights["down"].shape[-1] if "down" in weights and weights["down"].dim() else 0
     shapes = head_shapes(about["hidden"], width, about["kept"])
-    if odd := weights.keys() ^ shapes.keys():
-        yield f"its tensors {sorted(weights)} are not those of a head ({', '.join(sorted(odd))})"
-    for name, shape in shapes.items():
-        w, dtype = weights[name], torch.int32 if name == "kept" else torch.float16
-        if tuple(w.shape) != shape or w.dtype != dtype:
-            yield f"its tensor {name!r} is {w.dtype} {list(w.shape)}, not {dtype} {list(shape)}"
-        if not torch.isfinite(w).all():
+    for name in sorted(shapes.keys() | weights.keys()):
+        right = name in shapes and f"{torch.int32 if name == 'kept' else torch.float16} {list(shapes[name])}"
+        found = name in weights and f"{weights[name].dtype} {list(weights[name].shape)}"
+        if right != found:
+            yield f"its tensor {name!r} is {found or 'missing'}, not {right or 'one of a head'}"
+        if not torch.isfinite(weights[name]).all():
             yield f"its tensor {name!r} holds NaN or infinity"
     if not 0 <= int(weights["kept"].min()) <= int(weights["kept"].max()) < about["vocab"]:
         yield "it keeps tokens outside the vocabulary"
@@ -119,16 +115,13 @@ def faults(weights: dict[str, Tensor], about: dict) -> Iterator[str]:
 def load_head(path: str | Path, target: Transformer) -> DraftHead:
     """The head in a file, for this target. Raises ValueError if it was trained for another."""
     weights, about = read_head(path)
-    config = target.config
-    for what, theirs, ours in (
-        ("hidden size", about["hidden"], config.hidden_size),
-        ("vocabulary", about["vocab"], config.vocab_size),
-        ("fingerprint", about["fingerprint"], fingerprint(target)),
-    ):
-        if theirs != ours:
+    ours = {"hidden": target.config.hidden_size, "vocab": target.config.vocab_size, "fingerprint": fingerprint(target)}
+    for entry, what in (("hidden", "hidden size"), ("vocab", "vocabulary"), ("fingerprint", "fingerprint")):
+        if about[entry] != ours[entry]:
             raise ValueError(
-                f"draft head {path} was trained for {about['target']!r}, {what} {theirs}; this model has {ours}: train "
-                "one for it (python speculative.py train --model M --out F), or use speculate='ngram'"
+                f"draft head {path} was trained for {about['target']!r}, {what} {about[entry]}; this model has "
+                f"{ours[entry]}: train one for it (python speculative.py train --model M --out F), or use "
+                "speculate='ngram'"
             )
     return DraftHead(weights, target)
 
@@ -201,10 +194,7 @@ class HeadProposer:
         return [strength_of(self.first[answer][1]) if answer in self.first else 0 for answer in answers]
 
     def propose(self, answers: list[Answer], limits: list[int]) -> list[list[int]]:
-        """Guesses until the limit, or until the head thinks less of the next one than the limit did.
-
-        A limit of n says that n guesses like the first are worth their rows: so is a run with that chance to be right.
-        """
+        """A limit of n says that n guesses like the first are worth their rows: so is a run with that chance."""
         guesses: list[list[int]] = [[] for _ in answers]
         going_on = []  # (number of the answer, chance that all its guesses are right, least worth a row, row)
         for i, (answer, limit) in enumerate(zip(answers, limits, strict=True)):
@@ -226,10 +216,9 @@ class HeadProposer:
         return 0
 
     def round(self, states: Tensor, rows: list[int], tokens: list[int]) -> tuple[Tensor, list[tuple[int, float]]]:
-        """One guess behind each token and the row of `states` that it was drawn from.
+        """A guess, with its chance, behind each token and the row of `states` it was drawn from; and the next states.
 
-        Returns the next states [R, hidden], which the next round of R overwrites, and for each the likeliest of the
-        kept tokens with its chance.
+        The next round of as many rows overwrites them.
         """
         token, state, logits, replay = self.recorded.get(len(rows)) or self.record(len(rows))
         if self.by_numpy:

@@ -1,8 +1,8 @@
 """Quantised weights in the one packed form that every backend of kernels.py reads.
 
-The problem. A product over 4-bit weights must open up two codes a byte, meet them with the right activations and add
-in a wide enough sum, at the speed at which memory delivers them. The canonical storage (what files hold, and what
-quantize.py explains) is row after row, so neighbouring bytes belong to one output and the machine's lanes to none.
+The problem. A product over 4-bit weights must open up two codes a byte and meet them with the right activations, at the
+speed of memory. The canonical storage (what files hold, see quantize.py) is row after row, so neighbouring bytes belong
+to one output and the machine's lanes to none.
 
 The idea. Sixteen output channels by 32 inputs are one tile, and inside a tile four consecutive inputs of one channel
 are neighbours, which is what the machine's 8-bit dot products consume (4 products a 32-bit lane, one lane a channel):

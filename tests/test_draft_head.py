@@ -262,12 +262,12 @@ def test_damaged_heads_are_refused_by_cause(tmp_path):
             refused(f"the '{name}' of its {KEY} entry is .*; get or train", entry=entry)
     for name, w, cause in (
         ("down", torch.ones(64, 15).half(), r"tensor 'from_state' is torch.float16 \[32, 64\], not .* \[30, 64\]"),
-        ("down", torch.tensor(1.0).half(), "its tensor 'from_state'"),
+        ("down", torch.tensor(1.0).half(), "its tensor 'down'"),
         ("down", weights["down"].float(), "'down' is torch.float32"),
         ("kept", weights["kept"].long(), "'kept' is torch.int64"),
         ("out_norm", torch.full((64,), float("nan")).half(), "'out_norm' holds NaN or infinity"),
         ("down", torch.full((64, 16), 1e9).half(), "'down' holds NaN or infinity"),
-        ("more", torch.ones(1), r"are not those of a head \(more\)"),
+        ("more", torch.ones(1), "'more' is torch.float32 .*not one of a head"),
         ("kept", torch.arange(300, 340).int(), "outside the vocabulary"),
     ):
         refused(cause, {name: w})
