@@ -21,7 +21,6 @@ Left out: states of earlier layers (EAGLE-3, arXiv:2503.01840), training the tab
 from __future__ import annotations
 
 import argparse
-import hashlib
 import math
 import sys
 from collections.abc import Callable
@@ -102,8 +101,8 @@ class Examples:
     """The texts as rows: `tokens`, and the `states` they were drawn from."""
 
     def __init__(self, texts: dict[str, Tensor], kept: int, target: Transformer):
-        self.tokens, self.states = texts["tokens"].long(), texts["states"]
-        lengths = texts["lengths"].long()
+        self.tokens, self.states = texts["tokens"], texts["states"]
+        lengths = texts["lengths"]
         owner = torch.repeat_interleave(lengths)  # [T], text of each row
         self.left = lengths.cumsum(0)[owner] - torch.arange(len(owner)) - 1  # [T], rows of the text that follow
         self.starts = torch.nonzero(self.left > 0).flatten()  # the rows from which the head can be unrolled
@@ -166,15 +165,13 @@ def fit(ex: Examples, settings: Settings) -> dict[str, Tensor]:
 
 
 def train(out: str | Path, settings: Settings, load: Callable[[], LLM]) -> None:
-    """Texts, training, file. Texts lie in `<out>.work`, in a folder for each model and seed: none is written twice."""
-    out, llm = Path(out), load()
-    written_from = (settings.model, settings.quant, settings.texts, settings.tokens, settings.seed)
-    folder = out.with_name(out.name + ".work") / hashlib.sha256(repr(written_from).encode()).hexdigest()[:16]
-    folder.mkdir(parents=True, exist_ok=True)
-    texts = write_texts(llm, folder, settings.texts, settings.tokens, settings.seed)
+    """Texts, training, file."""
+    llm = load()
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    open(out, "ab").close()  # whoever may not write there shall not wait for it
+    texts = write_texts(llm, settings.texts, settings.tokens, settings.seed)
     torch.set_num_threads(kernels.threads())  # an LLM leaves torch one, for the sake of its own kernels
-    examples = Examples(texts, settings.kept, llm.model)
-    weights = fit(examples, settings)
+    weights = fit(Examples(texts, settings.kept, llm.model), settings)
     save_head(out, weights, llm.model, settings.model, asdict(settings))
 
 
@@ -182,7 +179,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("speculative.py", description="Train a draft head, and measure it.")
     commands = parser.add_subparsers(dest="command", required=True)
     learn = commands.add_parser("train", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    learn.add_argument("--out", required=True, metavar="F", help="the file to write; its texts are kept in F.work")
+    learn.add_argument("--out", required=True, metavar="F", help="the file to write")
     for name, value in asdict(Settings()).items():
         learn.add_argument(f"--{name}", type=type(value), default=value)
     look = commands.add_parser("measure", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -213,7 +210,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     settings = Settings(**{name: getattr(args, name) for name in asdict(Settings())})
     train(args.out, settings, lambda: LLM(settings.model, quant=settings.quant, compile=True, threads=args.threads))
-    print(f"{args.out}: {Path(args.out).stat().st_size / 1e6:.1f} MB; {args.out}.work is not needed any more")
+    print(f"{args.out}: {Path(args.out).stat().st_size / 1e6:.1f} MB")
     return 0
 
 
