@@ -37,6 +37,7 @@ from serving.guard import ApiError, BodyLimit, EventStream, Gate, HeaderLimit, l
 from serving.live import Live
 from serving.ollama_api import ollama_routes
 from serving.openai_api import openai_routes
+from serving.responses_api import responses_routes
 from serving.service import Limits, Service
 
 PAGE = Path(__file__).with_name("live.html")
@@ -67,6 +68,7 @@ def build_app(
     app = FastAPI(title="vitrine", description="An LLM engine under glass.", lifespan=lifespan, redoc_url=None)
     app.state.engine, app.state.service, app.state.live = engine, service, live
     app.include_router(openai_routes(service))
+    app.include_router(responses_routes(service))
     app.include_router(ollama_routes(service))
     add_status_routes(app, service, live)
     for kind in (ApiError, ValueError, RequestValidationError, HTTPException, Exception):

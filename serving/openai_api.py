@@ -26,7 +26,6 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from request import Delta
-from sampling import SamplingParams
 from serving.engine_thread import Job, Served
 from serving.guard import ApiError, error_body, sse
 from serving.logprobs import ShownTokens, chat_logprobs, completion_logprobs, prompt_offsets
@@ -86,12 +85,15 @@ class Writer:
 
     def whole(self) -> dict:
         """The answer in one piece."""
-        choices = []
+        choices = [self.whole_choice(delta) for delta in self.whole_deltas()]
+        return self.head | {"object": self.kind, "choices": choices, "usage": self.usage()}
+
+    def whole_deltas(self) -> Iterator[Delta]:
+        """Each answer as one delta."""
         for request in self.job.requests:
             for o in request.output().outputs:
-                delta = Delta(request, o.index, o.text, o.token_ids, o.logprobs or [], o.finish_reason, o.stop_reason)
-                choices.append(self.whole_choice(delta))
-        return self.head | {"object": self.kind, "choices": choices, "usage": self.usage()}
+                ended = o.finish_reason, o.stop_reason
+                yield Delta(request, o.index, o.text, o.token_ids, o.logprobs or [], *ended)
 
 
 class CompletionWriter(Writer):
@@ -183,9 +185,6 @@ def openai_routes(service: Service) -> APIRouter:
     """Each handler reads a body, submits a job, and lets a writer word it."""
     router = APIRouter(tags=["OpenAI"])
 
-    async def submit(served: Served, prompts: list, params: SamplingParams, body: SamplingBody) -> Job:
-        return await service.submit(served, prompts, params, body.priority or 0, body.namespace, bool(body.stream))
-
     @router.post("/v1/completions", response_model=None)
     async def completions(body: CompletionBody, http: Request) -> Response:
         """Continue one or more prompts."""
@@ -193,23 +192,15 @@ def openai_routes(service: Service) -> APIRouter:
         params, prompts = body.completion_params(), body.prompts()
         ids = await service.help(lambda: [service.encode(served, p) if isinstance(p, str) else p for p in prompts])
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
-        job = await submit(served, list(zip(ids, texts, strict=True)), params, body)
+        prompts = list(zip(ids, texts, strict=True))
+        job = await service.submit(served, prompts, params, body.priority or 0, body.namespace, bool(body.stream))
         return await service.answer(http, job, CompletionWriter(job, body), headers, body.user)
 
     @router.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatBody, http: Request) -> Response:
         """Answer a conversation."""
-        served, headers = service.model(body.model), body.headers()
-        tools, called = body.offered_tools()
-        schema = {} if called is None else {"json_schema": forced_schema(tools, called or None)}
-        params, options = body.chat_params(**schema), body.template_options()
-        ids = await service.help(service.encode_chat, served, body.messages, tools or None, **options)
-        layout = await service.help(find_layout, served.llm.tokenizer) if tools and called is None else None
-        job = await submit(served, [(ids, None)], params, body)
-
-        def parser() -> ToolParser | ForcedCall:
-            return ToolParser(layout, tools) if called is None else ForcedCall(called or None)
-
+        headers = body.headers()
+        job, parser = await converse(service, body)
         return await service.answer(http, job, ChatWriter(job, body, parser), headers, body.user)
 
     @router.post("/v1/embeddings", response_model=None)
@@ -250,6 +241,18 @@ def openai_routes(service: Service) -> APIRouter:
         return JSONResponse({"prompt": text}, 200, headers)
 
     return router
+
+
+async def converse(service: Service, body: ChatBody) -> tuple[Job, Callable[[], ToolParser | ForcedCall]]:
+    """Queue the answer to a conversation. Returns its job, and what makes a reader of its text."""
+    served, (tools, called) = service.model(body.model), body.offered_tools()
+    schema = {} if called is None else {"json_schema": forced_schema(tools, called or None)}
+    params, options = body.chat_params(**schema), body.template_options()
+    ids = await service.help(service.encode_chat, served, body.messages, tools or None, **options)
+    layout = await service.help(find_layout, served.llm.tokenizer) if tools and called is None else None
+    priority = body.priority or 0
+    job = await service.submit(served, [(ids, None)], params, priority, body.namespace, bool(body.stream))
+    return job, lambda: ToolParser(layout, tools) if called is None else ForcedCall(called or None)
 
 
 def card(served: Served) -> dict:

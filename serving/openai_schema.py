@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter, WithJsonSchema, create_model, model_validator
 from typing_extensions import TypeAliasType
@@ -55,6 +55,7 @@ class Body(BaseModel):
     """A JSON object; its unknown fields are kept apart."""
 
     model_config = ConfigDict(strict=True, extra="allow")
+    unsupported: ClassVar[dict[str, tuple]] = UNSUPPORTED
 
     @model_validator(mode="before")
     @classmethod
@@ -68,10 +69,10 @@ class Body(BaseModel):
         """X-Ignored-Fields, if there are any. Raises ApiError for a known field that cannot be honoured."""
         ignored = []
         for name, value in (self.model_extra or {}).items():
-            if name in UNSUPPORTED and value is not None and value not in UNSUPPORTED[name]:
+            if name in self.unsupported and value is not None and value not in self.unsupported[name]:
                 instead = "ask with response_format, regex, choice or grammar" if name in STRUCTURE else "leave it out"
                 raise ApiError(400, f"{name!r} is not supported by this server; {instead}", name, "unsupported")
-            if name not in UNSUPPORTED:
+            if name not in self.unsupported:
                 shown = ascii(name[:40])  # quoted, unless it is a plain word: an edge of blanks is no header value
                 ignored.append(shown[1:-1] if re.fullmatch(r"[\w.-]+", name[:40], re.ASCII) else shown)
         return {"X-Ignored-Fields": ", ".join(ignored[:20])} if ignored else {}

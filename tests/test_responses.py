@@ -1,0 +1,129 @@
+"""/v1/responses as the official client sees it."""
+
+import json
+
+import openai
+import pytest
+from server_fixture import make_llm, serving
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving({"tiny": make_llm()}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+HI = [{"role": "user", "content": "hi"}]
+WEATHER = {"type": "function", "name": "weather", "parameters": {"properties": {"city": {"enum": ["Rome", "Bern"]}}}}
+ANSWER = {"temperature": 0, "max_output_tokens": 8}
+
+
+def test_a_response_is_what_the_chat_answers_and_streams_the_same(client):
+    chat = client.chat.completions.create(model="tiny", messages=HI, temperature=0, max_tokens=8)
+    response = client.responses.create(model="tiny", input="hi", metadata={"a": "b"}, **ANSWER)
+    assert response.output_text == chat.choices[0].message.content and response.status == "incomplete"
+    assert response.incomplete_details.reason == "max_output_tokens" and response.metadata == {"a": "b"}
+    usage = response.usage
+    assert (usage.input_tokens, usage.output_tokens) == (chat.usage.prompt_tokens, 8) and usage.total_tokens > 8
+    events = list(client.responses.create(model="tiny", input=HI, stream=True, **ANSWER))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == response.output_text
+    kinds = [event.type.removeprefix("response.") for event in events if "delta" not in event.type]
+    begin = ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert kinds == [*begin, "output_text.done", "content_part.done", "output_item.done", "incomplete"]
+    assert events[-1].response.output_text == response.output_text and events[-1].response.usage.output_tokens == 8
+
+
+def test_instructions_and_items_are_turns_of_the_chat(server):
+    call = {"name": "f", "arguments": "{}"}
+    items = [
+        {"role": "developer", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "message", "role": "user", "content": "b"},
+        {"type": "function_call", "call_id": "1", **call},
+        {"type": "function_call", "call_id": "2", **call},
+        {"type": "function_call_output", "call_id": "1", "output": "c"},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "d"}, {"type": "output_text", "text": "e"}]},
+    ]
+    calls = [{"id": i, "type": "function", "function": call} for i in ("1", "2")]
+    messages = [
+        *({"role": "system", "content": "z"}, {"role": "developer", "content": "a"}, {"role": "user", "content": "b"}),
+        *(
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            {"role": "tool", "tool_call_id": "1", "content": "c"},
+        ),
+        {"role": "assistant", "content": "de"},
+    ]
+    response = server.post("/v1/responses", input=items, instructions="z", **ANSWER)
+    tokens = server.post("/tokenize", messages=messages)["count"]
+    assert response["usage"]["input_tokens"] == tokens
+
+
+def test_a_forced_call_is_an_item(client):
+    response = client.responses.create(
+        model="tiny", input="hi", tools=[WEATHER], tool_choice="required", extra_body={"seed": 1}, max_output_tokens=200
+    )
+    (item,) = response.output
+    assert (
+        item.type == "function_call"
+        and item.name == "weather"
+        and json.loads(item.arguments)["city"] in ("Rome", "Bern")
+    )
+
+
+def test_an_output_follows_its_format(client):
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    form = {"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}
+    response = client.responses.create(model="tiny", input="hi", text=form, extra_body={"seed": 2})
+    assert set(json.loads(response.output_text)) == {"a"} and response.status == "completed"
+
+
+def test_scores_stand_beside_their_text(client):
+    response = client.responses.create(
+        model="tiny", input="hi", include=["message.output_text.logprobs"], top_logprobs=2, **ANSWER
+    )
+    (part,) = response.output[0].content
+    assert b"".join(bytes(score.bytes) for score in part.logprobs).decode(errors="replace") == part.text
+    assert all(len(score.top_logprobs) == 2 for score in part.logprobs)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("store", True), ("background", True), ("truncation", "auto"), ("previous_response_id", "resp_1")],
+        *[
+            ("reasoning", {"effort": "low"}),
+            ("tools", [{"type": "web_search"}]),
+            ("include", ["file_search_call.results"]),
+        ],
+        *[
+            ("input", [{"type": "item_reference", "id": "x"}]),
+            ("input", [{"role": "user", "content": [{"type": "input_image"}]}]),
+        ],
+        *[
+            ("text", {"verbosity": "low"}),
+            ("max_output_tokens", 0),
+            ("input", []),
+            ("tool_choice", "required"),
+            ("temperature", 9e9),
+        ],
+    ],
+)
+def test_what_a_response_cannot_have_is_refused_by_name(server, field, value):
+    error = server.post("/v1/responses", 400, **{"input": "hi"} | {field: value})["error"]
+    assert field in f"{error['param']} {error['message']}", error
+
+
+def test_unknown_fields_are_named(server):
+    answer = server.http.post("/v1/responses", json={"input": "hi", "max_output_tokens": 1, "shoe_size": 3})
+    assert answer.headers["X-Ignored-Fields"] == "shoe_size"
