@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import shutil
 import socket
 import tempfile
 import threading
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import tiny
@@ -22,6 +24,21 @@ from serving.app import Server, build_app
 @functools.cache
 def folder(arch: str = "llama", **overrides):
     return tiny.hf_folder(tempfile.mkdtemp() + "/m", arch, **overrides)
+
+
+@functools.cache
+def tool_folder():
+    """A model whose template lists tools and prints calls the way Qwen's does."""
+    path = Path(tempfile.mkdtemp()) / "m"
+    shutil.copytree(folder(), path)
+    template = (
+        "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n"
+        '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    (path / "chat_template.jinja").write_text(template)
+    return path
 
 
 def make_llm(model=None, **options) -> LLM:

@@ -4,7 +4,7 @@ import json
 
 import openai
 import pytest
-from server_fixture import make_llm, serving
+from server_fixture import make_llm, script, serving, tool_folder
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,8 @@ def client(server):
 
 
 HI = [{"role": "user", "content": "hi"}]
-WEATHER = {"type": "function", "name": "weather", "parameters": {"properties": {"city": {"enum": ["Rome", "Bern"]}}}}
+PLACE = {"properties": {"city": {"enum": ["Rome", "Bern"]}}, "required": ["city"]}
+WEATHER = {"type": "function", "name": "weather", "parameters": PLACE}
 ANSWER = {"temperature": 0, "max_output_tokens": 8}
 
 
@@ -64,16 +65,20 @@ def test_instructions_and_items_are_turns_of_the_chat(server):
     assert response["usage"]["input_tokens"] == tokens
 
 
-def test_a_forced_call_is_an_item(client):
-    response = client.responses.create(
-        model="tiny", input="hi", tools=[WEATHER], tool_choice="required", extra_body={"seed": 1}, max_output_tokens=200
-    )
-    (item,) = response.output
-    assert (
-        item.type == "function_call"
-        and item.name == "weather"
-        and json.loads(item.arguments)["city"] in ("Rome", "Bern")
-    )
+def test_calls_are_items_behind_the_text(monkeypatch):
+    with serving({"tiny": make_llm(tool_folder())}) as running:
+        forced = running.post("/v1/responses", input="hi", tools=[WEATHER], tool_choice="required", seed=1)
+        (item,) = forced["output"]
+        assert item["name"] == "weather" and json.loads(item["arguments"])["city"] in ("Rome", "Bern")
+        text = 'Well. <tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+        script(monkeypatch, {7: [*running.llm().tokenizer.encode(text), 2]})
+        with openai.OpenAI(base_url=running.url + "/v1", api_key="none") as client:
+            asked = {"model": "tiny", "input": "hi", "tools": [WEATHER], "extra_body": {"seed": 7}}
+            events = list(client.responses.create(stream=True, **asked))
+            message, call = client.responses.create(**asked).output
+    assert message.content[0].text == "Well. " and json.loads(call.arguments) == {"city": "Rome"}
+    assert [item.type for item in events[-1].response.output] == ["message", "function_call"]
+    assert [e.delta for e in events if e.type == "response.function_call_arguments.delta"] == [call.arguments]
 
 
 def test_an_output_follows_its_format(client):

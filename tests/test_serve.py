@@ -6,7 +6,7 @@ import re
 
 import openai
 import pytest
-from server_fixture import make_llm, reasons, script, serving, text_of
+from server_fixture import make_llm, reasons, script, serving, text_of, tool_folder
 
 from sampling import SamplingParams
 from serve import main, named_models, parse_arguments
@@ -332,22 +332,8 @@ def test_tools_need_a_template_that_shows_them(server):
 
 
 @pytest.fixture(scope="module")
-def tool_server(tmp_path_factory):
-    """A model whose template lists tools and prints calls the way Qwen's does."""
-    import shutil
-
-    from server_fixture import folder
-
-    path = tmp_path_factory.mktemp("tools") / "m"
-    shutil.copytree(folder(), path)
-    template = (
-        "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
-        "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n"
-        '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
-        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    (path / "chat_template.jinja").write_text(template)
-    with serving({"tiny": make_llm(path)}) as running:
+def tool_server():
+    with serving({"tiny": make_llm(tool_folder())}) as running:
         yield running
 
 
