@@ -111,7 +111,7 @@ def add_status_routes(app: FastAPI, service: Service, live: Live) -> None:
         events = live.events(service.model(model))
         return EventStream(events, lambda: None, "text/event-stream", service.limits.stall_seconds, {})
 
-    @app.get("/", include_in_schema=False, response_model=None)
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False, response_model=None)
     async def page() -> FileResponse:
         return FileResponse(PAGE, headers={"Cache-Control": "no-cache", "Content-Security-Policy": POLICY})
 

@@ -10,7 +10,8 @@ The idea. Small layers, each with one duty, outermost first; all but HeaderLimit
               there; CORS behind                           arrives           of the API that is called  client leaves
 
 A web page of another origin cannot use a server on loopback: a body must be declared as JSON, which a browser sends to
-another origin only after a preflight, and that is answered only for the origins of --cors-origin.
+another origin only after a preflight, and that is answered only for the origins of --cors-origin. Programs, which send
+no Origin, need not declare theirs.
 
 Source: OpenAI's API reference, "Error codes"; the ASGI specification. Left out: TLS, rates per client, and a bound on
 the time that a body which trickles in may take to arrive (put a proxy in front).
@@ -71,7 +72,7 @@ def as_api_error(error: Exception, path: str = "", method: str = "") -> ApiError
         if error.status_code == 405:
             allowed = error.headers["Allow"]
             return ApiError(405, f"{path[:100]} does not take {method[:20]}, but {allowed}", Allow=allowed)
-        return ApiError(error.status_code, str(error.detail))
+        return ApiError(error.status_code, f"{error.detail}: {method[:20]} {path[:100]}")
     if isinstance(error, ValueError):
         return ApiError(400, str(error), getattr(error, "field", None))
     return internal_error(error)
@@ -165,11 +166,12 @@ def needs_key(key: str) -> Callable[[str, Headers], ApiError | None]:
     digest = hashlib.sha256(key.encode()).digest()
 
     def check(path: str, headers: Headers) -> ApiError | None:
-        scheme, _, sent = headers.get("authorization", "").encode("latin-1").partition(b" ")
+        several = headers.getlist("authorization")
+        scheme, _, sent = (several[0] if len(several) == 1 else "").encode("latin-1").partition(b" ")
         right = hmac.compare_digest(hashlib.sha256(sent.strip()).digest(), digest)
         if path in OPEN_PATHS or (scheme.lower() == b"bearer" and right):
             return None
-        message = "this server needs its key: send the header 'Authorization: Bearer KEY'"
+        message = "this server needs its key: send one header 'Authorization: Bearer KEY'"
         return ApiError(401, message, None, "invalid_api_key", WWW_Authenticate="Bearer")
 
     return check
@@ -204,7 +206,10 @@ class BodyLimit:
     async def __call__(self, scope, receive, send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        body, error = await self._read(receive, Headers(scope=scope).get("content-length", ""))
+        headers = Headers(scope=scope)
+        if "content-type" not in headers and "origin" not in headers:
+            scope = scope | {"headers": [*scope["headers"], (b"content-type", b"application/json")]}
+        body, error = await self._read(receive, headers.get("content-length", ""))
         if error is not None:
             return await error_response(scope["path"], error)(scope, receive, send)
         messages = iter([{"type": "http.request", "body": body}])

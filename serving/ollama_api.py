@@ -11,10 +11,10 @@ The idea. Translate the body into a prompt and SamplingParams, and deltas into l
 Unset options have Ollama's documented defaults (temperature 0.8, top_k 40, top_p 0.9); num_predict -1 or -2 is no limit
 but the context. The rule for unknown fields is that of openai_schema.py. Options that would change the model or its
 memory (num_ctx, num_gpu ...) belong to the server's command line and are ignored, as Ollama's clients send them out of
-habit; images, tools and `suffix` are refused.
+habit; images, tools and `suffix` are refused. A body without a prompt is how Ollama's clients load a model: it is here.
 
-Source: Ollama's API documentation (docs/api.md). Left out: pulling and making models, /api/embed (openai_api.py says
-why), `context` (the prefix cache finds a conversation again without it), and tools (use /v1/chat/completions).
+Source: Ollama's API documentation (docs/api.md). Left out, and refused in a sentence: pulling and making models, and
+embeddings (openai_api.py says why). `context` is not needed: the prefix cache finds a conversation again.
 """
 
 from __future__ import annotations
@@ -23,21 +23,30 @@ import json
 import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic import create_model
+from fastapi.responses import JSONResponse
+from pydantic import FailFast, create_model
 
 from request import Delta
 from sampling import SamplingParams
 from serving.engine_thread import Job, Served
 from serving.guard import ApiError, error_body
-from serving.openai_schema import Body, Messages, Texts, asked, sampling_fields
+from serving.openai_schema import Body, Texts, asked, sampling_fields
 from serving.service import Service
+from serving.tools import find_layout
 
+FOREVER = "9999-12-31T23:59:59Z"
 DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 # What /api/ has no place for in its answers, or another name.
 ELSEWHERE = "n best_of beam_width logprobs prompt_logprobs json_schema max_tokens repetition_penalty".split()
+
+
+REFUSED = {
+    **dict.fromkeys(("embed", "embeddings"), "this server has language models only; no embeddings"),
+    **dict.fromkeys("pull create copy delete push".split(), "models are chosen as the server starts, with --model"),
+}
 
 
 OptionFields = create_model("OptionFields", __base__=Body, **sampling_fields(*ELSEWHERE))
@@ -82,7 +91,7 @@ class OllamaBody(Body):
 class GenerateBody(OllamaBody):
     """POST /api/generate: one turn through the chat template, or with raw=true the prompt as it is."""
 
-    prompt: str
+    prompt: str = ""
     system: str | None = None
     raw: bool | None = None
     suffix: str | None = None
@@ -95,7 +104,7 @@ class GenerateBody(OllamaBody):
 class OllamaChatBody(OllamaBody):
     """POST /api/chat"""
 
-    messages: Messages
+    messages: Annotated[list[dict[str, Any]], FailFast()] = []
     tools: list[dict[str, Any]] | None = None
 
     def params(self) -> SamplingParams:
@@ -104,6 +113,13 @@ class OllamaChatBody(OllamaBody):
         if any(message.get("images") for message in self.messages):
             raise ApiError(400, "images are not read by this server", "messages")
         return super().params()
+
+
+class ShowBody(Body):
+    """POST /api/show; older clients say `name`."""
+
+    model: str | None = None
+    name: str | None = None
 
 
 class OllamaWriter:
@@ -135,7 +151,13 @@ class OllamaWriter:
         """The final object: why it ended, and the figures (nanoseconds)."""
         request = self.job.requests[0]
         answer = request.answers[0]
-        first = request.first_token or request.finished_at
+        first, tokens = request.first_token or request.finished_at, len(answer.token_ids)
+        # The steps after the first token made all others; alone, it took all the time there was.
+        seconds = (
+            (request.finished_at - first) * tokens / (tokens - 1)
+            if tokens > 1
+            else request.finished_at - request.arrival
+        )
         return self._object(text) | {
             "done": True,
             "done_reason": answer.finish_reason,
@@ -143,14 +165,20 @@ class OllamaWriter:
             "load_duration": 0,
             "prompt_eval_count": len(request.prompt_ids),
             "prompt_eval_duration": int((first - request.arrival) * 1e9),
-            "eval_count": len(answer.token_ids),
-            "eval_duration": int((request.finished_at - first) * 1e9),
+            "eval_count": tokens,
+            "eval_duration": int(seconds * 1e9),
         }
 
 
 def ollama_routes(service: Service) -> APIRouter:
     """The routes under /api/."""
     router = APIRouter(prefix="/api", tags=["Ollama"])
+
+    def loaded(body: OllamaBody, content: dict) -> Response:
+        """The answer to a body without a prompt: the model is in memory, and stays there."""
+        reason = "unload" if (body.model_extra or {}).get("keep_alive") in (0, "0") else "load"
+        head = {"model": service.model(body.model).name, "created_at": datetime.now(timezone.utc).isoformat()}
+        return JSONResponse(head | content | {"done": True, "done_reason": reason}, 200, body.headers())
 
     async def answer(http: Request, served: Served, body: OllamaBody, ids: list[int], chat: bool) -> Response:
         params, headers = body.params(), body.headers()
@@ -160,6 +188,8 @@ def ollama_routes(service: Service) -> APIRouter:
     @router.post("/generate", response_model=None)
     async def generate(body: GenerateBody, http: Request) -> Response:
         """Answer one prompt."""
+        if not body.prompt:
+            return loaded(body, {"response": ""})
         if body.suffix:
             raise ApiError(400, "'suffix' is not supported: these models do not fill in the middle", "suffix")
         served = service.model(body.model)
@@ -172,6 +202,8 @@ def ollama_routes(service: Service) -> APIRouter:
     @router.post("/chat", response_model=None)
     async def chat(body: OllamaChatBody, http: Request) -> Response:
         """Answer a conversation."""
+        if not body.messages:
+            return loaded(body, {"message": {"role": "assistant", "content": ""}})
         served = service.model(body.model)
         ids = await service.help(service.encode_chat, served, body.messages, None)
         return await answer(http, served, body, ids, chat=True)
@@ -179,12 +211,33 @@ def ollama_routes(service: Service) -> APIRouter:
     @router.get("/tags", response_model=None)
     async def tags() -> dict:
         """The models there are."""
-        models = []
-        for served in service.engine.models.values():
-            config, made = served.llm.config, datetime.fromtimestamp(served.created, timezone.utc).isoformat()
-            details = {"family": config.architecture, "format": "vitrine"}
-            models.append({"name": served.name, "model": served.name, "modified_at": made, "details": details})
-        return {"models": models}
+        return {"models": [card(served) for served in service.engine.models.values()]}
+
+    @router.get("/ps", response_model=None)
+    async def loaded_models() -> dict:
+        """The models in memory: all of them, for as long as the server runs."""
+        return {"models": [card(served) | {"expires_at": FOREVER} for served in service.engine.models.values()]}
+
+    @router.post("/show", response_model=None)
+    async def show(body: ShowBody) -> Response:
+        """What a model is."""
+        served = service.model(body.model or body.name)
+        config, family = served.llm.config, served.llm.config.architecture
+        tools = ["tools"] if await service.help(find_layout, served.llm.tokenizer) else []
+        described = {
+            "details": card(served)["details"],
+            "model_info": {"general.architecture": family, f"{family}.context_length": served.llm.max_model_len}
+            | {f"{family}.block_count": config.num_layers, f"{family}.embedding_length": config.hidden_size},
+            "capabilities": ["completion", *tools],
+        }
+        return JSONResponse(described, 200, body.headers())
+
+    async def refused(http: Request) -> Response:
+        action = http.url.path.rpartition("/")[2]
+        raise ApiError(400, f"/api/{action} is not supported: {REFUSED[action]}")
+
+    for action in REFUSED:
+        router.add_api_route(f"/{action}", refused, methods=["POST", "DELETE"], response_model=None)
 
     @router.get("/version", response_model=None)
     async def version() -> dict:
@@ -192,6 +245,14 @@ def ollama_routes(service: Service) -> APIRouter:
         return {"version": "0.5.0"}
 
     return router
+
+
+def card(served: Served) -> dict:
+    """A model as Ollama lists it."""
+    config, made = served.llm.config, datetime.fromtimestamp(served.created, timezone.utc).isoformat()
+    details = {"family": config.architecture, "format": "vitrine", "quantization_level": served.llm.options.quant or ""}
+    size = served.llm.model.weight_bytes
+    return {"name": served.name, "model": served.name, "modified_at": made, "size": size, "details": details}
 
 
 def line(data: dict) -> bytes:

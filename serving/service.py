@@ -57,8 +57,9 @@ class Service:
         models = self.engine.models
         if name is None and len(models) == 1:
             return next(iter(models.values()))
-        if name in models:
-            return models[name]
+        for known in (name, (name or "").removesuffix(":latest")):  # Ollama's clients add it
+            if known in models:
+                return models[known]
         known = ", ".join(repr(known) for known in models)
         if name is None:
             raise ApiError(400, f"'model' is missing, and this server has several: {known}", "model")

@@ -145,10 +145,11 @@ def test_structures_under_other_names_are_not_passed_over(server):
     assert server.complete(guided_json=None, max_tokens=1)["choices"]
 
 
-def test_a_body_that_was_not_declared_as_json_is_told_how(server):
-    for headers in ({}, {"content-type": "text/plain"}):
+def test_only_programs_may_leave_out_that_a_body_is_json(server):
+    for headers in ({"origin": "http://elsewhere"}, {"content-type": "text/plain"}):
         answer = server.http.post("/v1/completions", content=b'{"prompt": "x"}', headers=headers)
         assert answer.status_code == 400 and "Content-Type: application/json" in answer.json()["error"]["message"]
+    assert server.http.post("/api/generate", content=b'{"prompt": "x", "stream": false}').json()["done"]
 
 
 @pytest.mark.parametrize("stream", (False, True))

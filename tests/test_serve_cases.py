@@ -269,7 +269,7 @@ def test_bodies_that_are_none(server, path):
     cases = [
         (b, json_type) for b in (b'{"a":1, x}', b"[]", b"null", b'"str"', b"", b"\xff\xfe", b"[" * 100_000, b"1e400")
     ]
-    cases += [(b'{"prompt": "x"}', {}), (b"prompt=x", {"content-type": "application/x-www-form-urlencoded"})]
+    cases += [(b'{"prompt": "x"', {}), (b"prompt=x", {"content-type": "application/x-www-form-urlencoded"})]
     for content, headers in cases:
         answer = server.http.post(path, content=content, headers=headers)
         assert 400 <= answer.status_code < 500, (content[:20], answer.text)

@@ -1,0 +1,58 @@
+"""What Ollama's clients send beside prompts and conversations."""
+
+import pytest
+from server_fixture import make_llm, serving, tool_folder
+
+HI = {"messages": [{"role": "user", "content": "hi"}], "stream": False, "options": {"num_predict": 2.0, "seed": 42.0}}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving({"tiny": make_llm(tool_folder())}) as running:
+        yield running
+
+
+def test_a_body_without_a_prompt_loads_the_model(server):
+    assert server.post("/api/generate", model="tiny")["done_reason"] == "load"
+    assert server.post("/api/generate", model="tiny", prompt="", keep_alive=0)["done_reason"] == "unload"
+    answer = server.post("/api/chat", model="tiny", messages=[], keep_alive="5m")
+    assert answer["done"] and answer["message"] == {"role": "assistant", "content": ""}
+    assert "no model" in server.post("/api/generate", 404, model="other")["error"]
+
+
+@pytest.mark.parametrize("more", [{}, {"model": "tiny:latest"}, {"format": ""}, {"format": None}, {"keep_alive": "1h"}])
+def test_what_clients_send_out_of_habit_is_served(server, more):
+    answer = server.post("/api/chat", **HI | more)
+    assert answer["eval_count"] == 2 and answer["model"] == "tiny"
+
+
+def test_models_are_listed_and_shown(server):
+    (listed,), (loaded,) = (server.http.get(f"/api/{path}").json()["models"] for path in ("tags", "ps"))
+    assert listed["name"] == loaded["name"] == "tiny" and listed["size"] > 0 and loaded["expires_at"]
+    shown = server.post("/api/show", name="tiny:latest")
+    assert shown["capabilities"] == ["completion", "tools"] and shown["model_info"]["llama.context_length"] == 512
+    assert server.http.head("/").status_code == 200 and server.http.get("/api/version").json()["version"]
+
+
+@pytest.mark.parametrize("action", ["pull", "create", "copy", "push", "embed", "embeddings"])
+def test_what_this_server_does_not_do_is_a_sentence(server, action):
+    assert f"/api/{action} is not supported: " in server.post(f"/api/{action}", 400, model="x")["error"]
+    assert "/api/delete" in server.http.request("DELETE", "/api/delete", json={}).json()["error"]
+
+
+def test_the_pace_of_one_token_is_no_faster_than_its_answer(server):
+    one = server.post("/api/chat", **HI | {"options": {"num_predict": 1}})
+    assert one["eval_count"] == 1 and one["prompt_eval_duration"] <= one["eval_duration"] <= one["total_duration"]
+
+
+def test_an_address_that_does_not_exist_is_named(server):
+    assert server.http.get("/api/nowhere").json()["error"] == "Not Found: GET /api/nowhere"
+    wrong = server.http.put("/v1/models")
+    assert wrong.status_code == 405 and wrong.headers["allow"] == "GET"
+
+
+def test_of_two_keys_none_counts():
+    with serving({"tiny": make_llm()}, api_key="k") as running:
+        two = [("Authorization", "Bearer x"), ("Authorization", "Bearer k")]
+        assert [running.http.get("/v1/models", headers=two[i:]).status_code for i in (0, 1)] == [401, 200]
+        assert running.http.get("/v1/models", headers=two[::-1]).status_code == 401
