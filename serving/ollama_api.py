@@ -237,7 +237,7 @@ def ollama_routes(service: Service) -> APIRouter:
         raise ApiError(400, f"/api/{action} is not supported: {REFUSED[action]}")
 
     for action in REFUSED:
-        router.add_api_route(f"/{action}", refused, methods=["POST", "DELETE"], response_model=None)
+        router.add_api_route(f"/{action}", refused, methods=["POST", "DELETE"], include_in_schema=False)
 
     @router.get("/version", response_model=None)
     async def version() -> dict:
