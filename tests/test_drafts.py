@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from kv_paged import BlockPool
-from request import Answer as RealAnswer
+from request import Answer
 from scheduler import Scheduler, Sequence
 from speculative import Drafts
 
@@ -26,30 +26,28 @@ class Guesser:
         self.seen.append((answer.num_guessed, answer.num_right))
 
 
-class Answer:
-    """What drafts know of an answer."""
-
-    def __init__(self, seq, max_tokens, forced=()):
-        self.seq, self.forced, self.guide, self.finish_reason = seq, list(forced), None, None
-        self.num_guessed = self.num_right = 0
-        self.sampler = SimpleNamespace(n_output=1)
-        self.index = 0
-        params = SimpleNamespace(scored=False, prompt_logprobs=None)
-        self.request = SimpleNamespace(search=None, max_tokens=max_tokens, params=params)
-
-    def rows_read(self):
-        return len(RealAnswer.rows_wanted(self, len(self.seq.tokens))) - 1  # behind the last decided token's
-
-
-def decoding(speculator, budget=4, max_tokens=20, forced=()):
+def decoding(speculator, budget=4, max_tokens=20, forced=None):
     """An answer that has computed "the" and decided "cat", in a pool with pages of two tokens."""
     scheduler = Scheduler(BlockPool(12, 2), max_num_batched_tokens=budget)
     seq = Sequence([THE], 20)
     scheduler.add(seq)
     scheduler.computed(scheduler.schedule())
     seq.tokens.append(CAT)
-    seq.answer = Answer(seq, max_tokens, forced)
-    return Drafts(speculator), scheduler, seq.answer
+    params = SimpleNamespace(scored=False, prompt_logprobs=None)
+    answer = seq.answer = Answer.__new__(Answer)  # of which drafts know only this
+    answer.seq, answer.guide, answer.finish_reason, answer.index = (
+        seq,
+        forced and SimpleNamespace(forced=forced),
+        None,
+        0,
+    )
+    answer.sampler = SimpleNamespace(n_output=1)
+    answer.request = SimpleNamespace(search=None, max_tokens=max_tokens, params=params)
+    return Drafts(speculator), scheduler, answer
+
+
+def rows_read(answer) -> int:
+    return len(answer.rows_wanted(len(answer.seq.tokens))) - 1  # behind the last decided token's
 
 
 def compute(drafts, scheduler):
@@ -65,7 +63,7 @@ def test_the_picture():
     drafts, scheduler, answer = decoding(guesser)
     assert compute(drafts, scheduler) == [answer]
     assert answer.seq.tokens == [THE, CAT, SAT, ON, HIS], "the budget of four has no row for the hat"
-    assert answer.seq.num_draft == answer.num_guessed == answer.rows_read() == 3
+    assert answer.seq.num_draft == answer.num_guessed == rows_read(answer) == 3
     assert [drafts.verify(answer, token, scheduler) for token in (SAT, ON, THE)] == [True, True, False]
     assert answer.seq.tokens == [THE, CAT, SAT, ON] and answer.seq.num_computed == 4 and answer.seq.num_draft == 0
     assert len(answer.seq.block_table) == 2, "the page of what was wrong is free again"
@@ -91,13 +89,13 @@ def test_a_sequence_that_is_not_in_the_step_carries_nothing():
 
 def test_forced_tokens_are_carried_instead_of_guesses_and_read_only_to_be_scored():
     guesser = Guesser(HIS, HAT)
-    drafts, scheduler, answer = decoding(guesser, forced=(SAT, ON))
+    drafts, scheduler, answer = decoding(guesser, forced=[SAT, ON])
     drafts.jumping.add(answer)
     assert compute(drafts, scheduler) == [answer] and not guesser.rooms
     assert answer.seq.tokens == [THE, CAT, SAT, ON] and answer.seq.num_draft == 2 and answer.num_guessed == 0
-    assert answer.rows_read() == 0
+    assert rows_read(answer) == 0
     answer.request.params.scored = True
-    assert answer.rows_read() == 2
+    assert rows_read(answer) == 2
 
 
 @pytest.mark.parametrize("broken", ["propose", "observe"])
