@@ -1,28 +1,20 @@
 """One decoder-only transformer over a flat run of tokens.
 
-The problem. Language models are variations of one architecture, and a batch is seldom a rectangle: one request computes
-300 prompt tokens while seven others compute one token each.
-
-The idea. Lay all tokens of a step end to end. Every linear layer and norm treats a token as a row and does not care
-whose it is, so nothing is padded. Only attention knows about sequences: it is given, for each of them, its rows, its
-length and its pages (selective batching: Orca, Yu et al. 2022, section 4.2).
+A batch is seldom a rectangle: one request computes 300 prompt tokens while seven others compute one token each. So all
+tokens of a step lie end to end. Every linear layer and norm treats a token as a row and does not care whose it is; only
+attention is told of sequences (selective batching: Orca, Yu et al. 2022, section 4.2).
 
     tokens      [ A A A A A | B | C ]          T = 7 rows, three sequences in one run
     query_start [ 0           5   6   7 ]      sequence s owns rows query_start[s] : query_start[s + 1]
     positions   [ 0 1 2 3 4 | 9 | 31 ]         A is prefilling its prompt, B and C decode
     slots       where each row's key and value go in the paged cache
 
-The common layer is six operations of kernels.py; additions, norms and the SiLU gate ride along inside the products:
-
     x ─┬─ norm·qkv ── rope + cache write ── attention ── o ─(+)─┬─ norm·gate,up·silu ── down ─(+)─ x
        └─────────────────────────────────────────────────┘     └──────────────────────────────┘
 
 Fusing is an option of each call (`norm`, `residual`), so a family that puts something between takes the same parts and
-leaves the option out: see `Gemma3Layer`. What a family's files say is in formats/families.py.
-
-Sources: Llama (arXiv:2302.13971, section 2.2), RoPE (arXiv:2104.09864, section 3.4.2), YaRN (arXiv:2309.00071, section
-3), Mistral's window (arXiv:2310.06825, section 2), Qwen3's q/k norm (arXiv:2505.09388, section 2), Gemma 3
-(arXiv:2503.19786, section 2). Left out: encoders, mixtures of experts, latent attention, dropout, gradients.
+leaves the option out: see `Gemma3Layer`. What a family's files say is in formats/families.py. Left out: encoders,
+mixtures of experts, latent attention, dropout, gradients.
 """
 
 from __future__ import annotations
@@ -36,8 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels  # noqa: F401  (registers the operations of torch.ops.vitrine)
-from formats.layers import embedding_from_checkpoint, linear_from_checkpoint
-from quantize import Embedding, parse_scheme
+from formats.layers import linear_from_checkpoint
+from quantize import parse_scheme
 
 ops = torch.ops.vitrine
 
@@ -77,7 +69,10 @@ def padding_batch(rows: int, device: str | torch.device, max_blocks: int = 2) ->
 
 
 def inverse_frequencies(dim: int, base: float, scaling: dict | None) -> tuple[Tensor, float]:
-    """float64 [dim / 2]: the angle each rotated pair turns per position; and the factor on cosine and sine."""
+    """float64 [dim / 2]: the angle each rotated pair turns per position; and the factor on cosine and sine.
+
+    RoPE: arXiv:2104.09864, section 3.4.2. YaRN: arXiv:2309.00071, section 3.
+    """
     plain = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     kind = scaling["rope_type"] if scaling else "default"
     if kind == "default":
@@ -137,7 +132,10 @@ class LayerWeights:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over the paged cache: RMS norm of x, attention, + residual. x [T, hidden] -> the same."""
+    """RMS norm of x, grouped-query attention over the paged cache, + residual. x [T, hidden] -> the same.
+
+    Window: Mistral, arXiv:2310.06825, section 2. Norms of q and k: Qwen3, arXiv:2505.09388, section 2.
+    """
 
     def __init__(self, config, weights: LayerWeights):
         super().__init__()
@@ -202,7 +200,7 @@ class GeluMLP(MLP):
 
 
 class Gemma3Layer(nn.Module):
-    """Norms after attention and MLP as well as before, and a GELU gate."""
+    """Norms after attention and MLP as well as before, and a GELU gate (arXiv:2503.19786, section 2)."""
 
     native_only = False
 
@@ -219,17 +217,7 @@ class Gemma3Layer(nn.Module):
         return x + ops.rms_norm(self.mlp(x, self.mlp_norm, None), self.mlp_post_norm, self.eps)
 
 
-def run_as_it_is(layer, x, *step):
-    return layer.forward(x, *step)
-
-
-LAYERS = {
-    "llama": DecoderLayer,
-    "mistral": DecoderLayer,
-    "qwen2": DecoderLayer,
-    "qwen3": DecoderLayer,
-    "gemma3": Gemma3Layer,
-}
+LAYERS = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), DecoderLayer) | {"gemma3": Gemma3Layer}
 
 
 class Transformer(nn.Module):
@@ -252,54 +240,41 @@ class Transformer(nn.Module):
         config, scheme = ckpt.config, parse_scheme(quant)
         self.config, self.dtype = config, dtype
         total = config.num_layers + 1
-        self.embed = embedding_from_checkpoint(ckpt, "model.embed_tokens.weight", scheme, dtype).to(device)
-        self.lm_head = None  # a tied model reads its embedding table backwards
+        self.embed = linear_from_checkpoint(ckpt, ["model.embed_tokens.weight"], scheme, dtype).to(device)
+        self.head = self.embed  # a tied model reads its embedding table backwards
         if not config.tie_word_embeddings:
-            self.lm_head = embedding_from_checkpoint(ckpt, "lm_head.weight", scheme, dtype).to(device)
+            self.head = linear_from_checkpoint(ckpt, ["lm_head.weight"], scheme, dtype).to(device)
         progress(1, total)
         self.layers = nn.ModuleList()
-        for i in range(config.num_layers):
-            weights = LayerWeights(ckpt, i, scheme, dtype)
-            self.layers.append(LAYERS[config.architecture](config, weights).to(device))
-            progress(i + 2, total)
-        self.norm = load_norm(ckpt, "model.norm.weight", dtype).to(device)
         # Plain tensors: as buffers, .to(bfloat16) would round the angles. Layers that rotate alike share theirs.
         self.cos_sin: list[Tensor] = []  # for each layer
         ropes = [config.rope(i) for i in range(config.num_layers)]
-        for i, rope in enumerate(ropes):
-            shared = ropes.index(rope) < i
-            table = None if shared else rope_table(config, max_model_len or config.max_position_embeddings, i)
-            self.cos_sin.append(self.cos_sin[ropes.index(rope)] if shared else table.to(device))
+        for i in range(config.num_layers):
+            weights = LayerWeights(ckpt, i, scheme, dtype)
+            self.layers.append(LAYERS[config.architecture](config, weights).to(device))
+            first = ropes.index(ropes[i])
+            table = rope_table(config, max_model_len or config.max_position_embeddings, i) if first == i else None
+            self.cos_sin.append(self.cos_sin[first] if table is None else table.to(device))
+            progress(i + 2, total)
+        self.norm = load_norm(ckpt, "model.norm.weight", dtype).to(device)
         self.embed_scale = torch.tensor(config.hidden_size**0.5, dtype=dtype).item() if config.scaled_embedding else 1
 
-    def hidden(self, batch: Batch, kv, run_layer: Callable = run_as_it_is) -> Tensor:
-        """Run all layers, writing keys and values into `kv`; the last hidden states of the wanted rows [R, hidden].
-
-        `run_layer(layer, x, ...)` computes one layer.
-        """
+    def hidden(self, batch: Batch, kv, run_layer: Callable = nn.Module.__call__) -> Tensor:
+        """The last hidden states [R, hidden] of the wanted rows; `run_layer(layer, x, ...)` computes a layer."""
         x = self.embed.lookup(batch.tokens).to(self.dtype)  # [T, hidden]
         if self.embed_scale != 1:
             x = x * self.embed_scale
-        for i, layer in enumerate(self.layers):
-            k_cache, v_cache = kv.layers[i]
+        for layer, cos_sin, (k_cache, v_cache) in zip(self.layers, self.cos_sin, kv.layers, strict=True):
             x = run_layer(
-                layer,
-                x,
-                batch.positions,
-                self.cos_sin[i],
-                k_cache,
-                v_cache,
-                batch.slot_mapping,
-                batch.block_tables,
-                batch.query_start,
-                batch.context_lens,
-            )
+                layer, x, batch.positions, cos_sin, k_cache, v_cache,
+                batch.slot_mapping, batch.block_tables, batch.query_start, batch.context_lens,
+            )  # fmt: skip
         rows = x if batch.one_each else x[batch.logit_rows]  # [R, hidden]
         return ops.rms_norm(rows, self.norm, self.config.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits [R, vocab] of hidden states [R, hidden]."""
-        return (self.embed if self.lm_head is None else self.lm_head).logits(hidden).float()
+        return self.head(hidden).float()
 
     def forward(self, batch: Batch, kv) -> Tensor:
         """float32 logits [R, vocab] of the wanted rows."""
@@ -311,19 +286,14 @@ class Transformer(nn.Module):
         return all(layer.native_only for layer in self.layers) and self.embed_scale == 1
 
     @property
-    def head(self) -> Embedding:
-        """What turns hidden states into logits."""
-        return self.embed if self.lm_head is None else self.lm_head
-
-    @property
     def weight_bytes(self) -> int:
         """Bytes of all weights as they lie in memory."""
-        return nbytes(self)
+        return sum(t.nbytes for t in [*self.parameters(), *self.buffers()])
 
     @property
     def step_bytes(self) -> int:
         """Bytes of the weights one step reads: all but the embedding table, unless it is the head as well."""
-        return self.weight_bytes - (nbytes(self.embed) if self.lm_head is not None else 0)
+        return self.weight_bytes - (0 if self.head is self.embed else self.embed.weight_bytes)
 
 
 def load_norm(ckpt, name: str, dtype: torch.dtype) -> nn.Parameter:
@@ -331,7 +301,3 @@ def load_norm(ckpt, name: str, dtype: torch.dtype) -> nn.Parameter:
     weight = ckpt.tensor(name).float() + ckpt.config.norm_offset
     ckpt.release(name)
     return nn.Parameter(weight.to(dtype), requires_grad=False)
-
-
-def nbytes(module: nn.Module) -> int:
-    return sum(t.numel() * t.element_size() for t in [*module.parameters(), *module.buffers()])

@@ -1,19 +1,12 @@
 """Fewer bits a weight: how the rows of a matrix become small integers and back, and the layers that compute on them.
 
-The problem. While one token is decoded, every weight is read from memory once, and the reading takes longer than the
-arithmetic: tokens/s <= bandwidth / bytes of weights. Halve the bytes and the ceiling doubles.
-
-The idea. Weights side by side in a row of W [N, K] have similar size. Cut each row into groups and store, for each
-group, its range in 16 bits and each weight as a small integer inside that range:
+While one token is decoded, every weight is read from memory once, and the reading takes longer than the arithmetic:
+tokens/s <= bandwidth / bytes of weights. Weights side by side in a row of W [N, K] have similar size, so each group of
+them stores its range in 16 bits, and each weight as a small integer inside that range:
 
     int4    w ~ q * scale + min    q in 0..15,       scale and min fp16, a pair for each 32, 64 or 128 weights
     int8    w ~ q * scale          q in -127..127,   scale fp32, one for each output channel (a row of W)
     int8    w ~ q * scale          q in -128..127,   scale fp16, one for each 32 weights (what a Q8_0 file holds)
-
-A `Scheme` is one such way: rows of W become named parts (codes, scales, ...), row for row, and back. Rows are
-independent, so the parts of a fused layer are concatenated, and a model is quantised a few rows at a time. Blocks of a
-GGUF that a scheme can hold (`adopt`) are taken over bit for bit. Every linear layer is quantised; the embedding table
-and the head keep 8 bits, because an error there meets the logits directly; norms and biases stay dense.
 
     checkpoint      q_proj [576, 576] Q4_1    k_proj [192, 576] Q4_1    v_proj [192, 576] F32
                           | adopted                 | adopted                 | quantised
@@ -22,8 +15,8 @@ and the head keep 8 bits, because an error there meets the logits directly; norm
     PackedLinear     qkv: [960, 576], repacked into the tiles that the kernels read
 
 Sources: Dettmers et al. 2022, LLM.int8(), arXiv:2208.07339, section 2; Yao et al. 2022, ZeroQuant, arXiv:2206.01861,
-section 4.1 (a scale for each group); llama.cpp's Q4_0, Q4_1, Q8_0. Left out: anything that looks at activations (GPTQ,
-AWQ), clipping a group's range, mixed precision. `python quantize.py --model M --quant int4 --out DIR` writes a folder.
+section 4.1; llama.cpp's Q4_0, Q4_1, Q8_0. Left out: anything that looks at activations (GPTQ, AWQ), clipping a group's
+range, mixed precision. `python quantize.py --model M --quant int4 --out DIR` writes a folder.
 """
 
 from __future__ import annotations
@@ -35,7 +28,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import kernels
 from formats import gguf
@@ -44,7 +37,7 @@ from native import arena
 VERSION = 1  # of the form in which formats/quantized_folder.py stores weights
 CHUNK = 1 << 17  # weights handled at a time: bounds the memory that loading needs beside its result
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
-Parts = dict[str, torch.Tensor]  # part name -> tensor [N, ...]
+Parts = dict[str, Tensor]  # part name -> tensor [N, ...]
 
 
 class Scheme:
@@ -60,11 +53,11 @@ class Scheme:
     def __init__(self, name: str, group_size: int):
         self.name, self.group_size = name, group_size
 
-    def quantize(self, w: torch.Tensor) -> Parts:
+    def quantize(self, w: Tensor) -> Parts:
         """float32 [n, K] -> parts."""
         raise NotImplementedError
 
-    def dequantize(self, parts: Parts, k: int) -> torch.Tensor:
+    def dequantize(self, parts: Parts, k: int) -> Tensor:
         """Parts -> float32 [n, k]."""
         raise NotImplementedError
 
@@ -77,7 +70,7 @@ class Scheme:
         row = self.quantize(torch.zeros(1, k))
         return {name: (part.dtype, (n, part.shape[1])) for name, part in row.items()}
 
-    def grouped(self, w: torch.Tensor) -> torch.Tensor:
+    def grouped(self, w: Tensor) -> Tensor:
         """[n, K] -> [n, groups, group]; the last group is filled up with the last weight: no range grows by it."""
         group = self.group_size or w.shape[1]
         padding = w[:, -1:].expand(-1, -w.shape[1] % group)
@@ -95,14 +88,14 @@ class Int8(Scheme):
 
     bits, kernel = 8, "int8"
 
-    def quantize(self, w: torch.Tensor) -> Parts:
+    def quantize(self, w: Tensor) -> Parts:
         groups = self.grouped(w)
         scales = (groups.abs().amax(dim=2) / 127).clamp_(min=LEAST)  # [n, groups]
         scales = _half(scales, math.inf) if self.group_size else scales
         q = _steps(groups, scales, -127, 127, w.shape[1])
         return {"qweight": q.to(torch.int8), "scales": scales}
 
-    def dequantize(self, parts: Parts, k: int) -> torch.Tensor:
+    def dequantize(self, parts: Parts, k: int) -> Tensor:
         scales = parts["scales"].float().unsqueeze(2)
         q = parts["qweight"].float().unflatten(1, (scales.shape[1], -1))  # [N, groups, group]
         return (q * scales).flatten(1)[:, :k]
@@ -125,7 +118,7 @@ class Int4(Scheme):
 
     bits, kernel = 4, "int4"
 
-    def quantize(self, w: torch.Tensor) -> Parts:
+    def quantize(self, w: Tensor) -> Parts:
         groups = self.grouped(w)
         low, high = groups.aminmax(dim=2)  # [n, groups]
         mins = _half(low, -math.inf)
@@ -133,7 +126,7 @@ class Int4(Scheme):
         q = _steps(groups - mins.float().unsqueeze(2), scales, 0, 15, w.shape[1])
         return {"qweight": pack_nibbles(q.to(torch.uint8)), "scales": scales, "mins": mins}
 
-    def dequantize(self, parts: Parts, k: int) -> torch.Tensor:
+    def dequantize(self, parts: Parts, k: int) -> Tensor:
         scales, mins = (parts[name].float().unsqueeze(2) for name in ("scales", "mins"))
         q = unpack_nibbles(parts["qweight"]).float().unflatten(1, (scales.shape[1], -1))  # [N, groups, group]
         return (q * scales + mins).flatten(1)[:, :k]  # rounded one after the other, as GGUF's reference does it
@@ -161,13 +154,13 @@ class NormalFloat4(Scheme):
         0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
     )  # fmt: skip
 
-    def quantize(self, w: torch.Tensor) -> Parts:
+    def quantize(self, w: Tensor) -> Parts:
         groups, values = self.grouped(w), torch.tensor(self.VALUES)
         scales = groups.abs().amax(dim=2).clamp_(min=LEAST)  # [n, groups]
         q = torch.bucketize(groups / scales.unsqueeze(2), (values[1:] + values[:-1]) / 2)  # the nearest value
         return {"qweight": pack_nibbles(q.flatten(1).to(torch.uint8)), "scales": scales}
 
-    def dequantize(self, parts: Parts, k: int) -> torch.Tensor:
+    def dequantize(self, parts: Parts, k: int) -> Tensor:
         values = torch.tensor(self.VALUES, device=parts["scales"].device)
         w = values.index_select(0, unpack_nibbles(parts["qweight"]).flatten().int())
         return (w.view(*parts["scales"].shape, -1) * parts["scales"].unsqueeze(2)).flatten(1)[:, :k]
@@ -189,33 +182,33 @@ def parse_scheme(text: str | Scheme | None) -> Scheme | None:
     return scheme
 
 
-def pack_nibbles(q: torch.Tensor) -> torch.Tensor:
+def pack_nibbles(q: Tensor) -> Tensor:
     """uint8 [N, Kp] in 0..15, Kp a multiple of 32 -> uint8 [N, Kp / 2]."""
     low, high = q.view(len(q), -1, 2, 16).unbind(2)  # [N, Kp / 32, 16] each
     return (low | high << 4).flatten(1)
 
 
-def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
+def unpack_nibbles(packed: Tensor) -> Tensor:
     """uint8 [N, Kp / 2] -> uint8 [N, Kp] in 0..15."""
     blocks = packed.view(len(packed), -1, 16)
     return torch.stack([blocks & 15, blocks >> 4], dim=2).flatten(1)
 
 
-def _half(x: torch.Tensor, towards: float) -> torch.Tensor:
+def _half(x: Tensor, towards: float) -> Tensor:
     """Round float32 to fp16 in one direction only: towards -inf (never above x) or +inf (never below x)."""
     h = x.half()
     wrong = h.float() > x if towards < 0 else h.float() < x
     return torch.where(wrong, torch.nextafter(h, torch.full_like(h, towards)), h)
 
 
-def _steps(distance: torch.Tensor, scale: torch.Tensor, least: int, most: int, k: int) -> torch.Tensor:
+def _steps(distance: Tensor, scale: Tensor, least: int, most: int, k: int) -> Tensor:
     """round(distance / scale) within least..most as [n, Kp], 0 where padded; distance [n, groups, group]."""
     q = (distance / scale.float().unsqueeze(2)).round_().clamp_(least, most).flatten(1)
     q[:, k:] = 0  # never read as a weight: the activation it would meet counts as zero
     return q
 
 
-def _split_blocks(blocks: gguf.Blocks, header: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _split_blocks(blocks: gguf.Blocks, header: int) -> tuple[Tensor, Tensor]:
     """(fp16 [N, K / 32, header / 2], the bytes behind those headers [N, bytes]): copies, which do not hold the file."""
     fp16 = blocks.data[:, :, :header].clone(memory_format=torch.contiguous_format).view(torch.float16)
     return fp16, blocks.data[:, :, header:].contiguous().view(len(blocks.data), -1)
@@ -229,7 +222,11 @@ class QuantRows:
     parts: Parts
     in_features: int  # K, before padding
 
-    def dequantize(self) -> torch.Tensor:
+    @property
+    def out_features(self) -> int:
+        return len(next(iter(self.parts.values())))
+
+    def dequantize(self) -> Tensor:
         """float32 [N, K]."""
         return self.scheme.dequantize(self.parts, self.in_features)
 
@@ -244,12 +241,12 @@ def concatenate(pieces: list[QuantRows]) -> QuantRows:
     return replace(first, parts={name: torch.cat([p.parts[name] for p in pieces]) for name in first.parts})
 
 
-def float_chunks(source: torch.Tensor | gguf.Blocks) -> Iterator[tuple[int, torch.Tensor]]:
+def float_chunks(source: Tensor | gguf.Blocks) -> Iterator[tuple[int, Tensor]]:
     """(first row, float32 rows) over the whole matrix, about CHUNK weights at a time."""
     n, k = source.shape
     step = max(1, CHUNK // k)
     for start in range(0, n, step):
-        if isinstance(source, torch.Tensor):
+        if isinstance(source, Tensor):
             yield start, source[start : start + step].float()
         else:
             part = source.data[start : start + step]
@@ -260,7 +257,7 @@ def _all_finite(tensors) -> bool:
     return all(bool(torch.isfinite(t).all()) for t in tensors)
 
 
-def quantize_rows(source: torch.Tensor | gguf.Blocks, scheme: Scheme, name: str = "weight") -> QuantRows:
+def quantize_rows(source: Tensor | gguf.Blocks, scheme: Scheme, name: str = "weight") -> QuantRows:
     """A dense tensor [N, K] of any float type, or GGUF blocks, -> rows under `scheme`, one chunk at a time.
 
     Raises ValueError naming the tensor if a weight is NaN or infinite, or too large for fp16 scales.
@@ -286,22 +283,15 @@ def adopt_blocks(blocks: gguf.Blocks, scheme: Scheme) -> QuantRows | None:
 
 
 class Linear(nn.Module):
-    """y = x W^T + bias with dense weights, and with what usually stands around it: see `forward`."""
+    """y = x W^T + bias with dense weights, and with what usually stands around it; also a table whose rows are read."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None):
+    def __init__(self, weight: Tensor, bias: Tensor | None = None):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.register_buffer("weight", weight)  # [N, K]
         self.register_buffer("bias", bias)  # [N]
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        norm_weight: torch.Tensor | None = None,
-        eps: float = 0.0,
-        residual: torch.Tensor | None = None,
-        silu_gate: bool = False,
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, norm_weight=None, eps=0.0, residual=None, silu_gate=False) -> Tensor:
         """x [T, K] -> [T, N] or, with `silu_gate`, [T, N / 2].
 
         In this order: RMS norm of x, product, bias, silu(first half) * second half, + residual.
@@ -313,14 +303,14 @@ class Linear(nn.Module):
             y = torch.ops.vitrine.silu_mul(y)
         return y if residual is None else y + residual
 
-    def product(self, x: torch.Tensor) -> torch.Tensor:
+    def product(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
-    def lookup(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows `ids` [T] of the weight, [T, K]."""
+    def lookup(self, ids: Tensor) -> Tensor:
+        """Rows `ids` [T] of the weight [T, K]: exactly those that a product multiplies with."""
         return F.embedding(ids, self.weight)
 
-    def dequantize(self) -> torch.Tensor:
+    def dequantize(self) -> Tensor:
         """The weight as float32 [N, K]."""
         return self.weight.float()
 
@@ -335,28 +325,25 @@ class StoredLinear(Linear):
 
     PIECE = 1 << 22  # weights dequantised at a time
 
-    def __init__(self, rows: QuantRows, bias: torch.Tensor | None = None):
+    def __init__(self, rows: QuantRows, bias: Tensor | None = None):
         nn.Module.__init__(self)
         self.scheme, self.names, self.in_features = rows.scheme, list(rows.parts), rows.in_features
-        self.out_features, self.group_size = len(next(iter(rows.parts.values()))), rows.scheme.group_size
+        self.out_features = rows.out_features
         for name, part in rows.parts.items():
             self.register_buffer(name, part)
         self.register_buffer("bias", bias)  # [N]
 
-    def rows(self, index: slice | torch.Tensor) -> torch.Tensor:
-        """float32 [rows, K]: those rows of the weight."""
-        return self.scheme.dequantize({name: getattr(self, name)[index] for name in self.names}, self.in_features)
+    def lookup(self, ids: slice | Tensor) -> Tensor:
+        return self.scheme.dequantize({name: getattr(self, name)[ids] for name in self.names}, self.in_features)
 
-    def product(self, x: torch.Tensor) -> torch.Tensor:
+    def product(self, x: Tensor) -> Tensor:
         step = max(1, self.PIECE // self.in_features)
-        pieces = [self.rows(slice(at, at + step)).to(x.dtype) for at in range(0, self.out_features, step)]
+        pieces = [self.lookup(slice(at, at + step)).to(x.dtype) for at in range(0, self.out_features, step)]
         y = torch.cat([F.linear(x, w) for w in pieces], dim=-1)
         return y if self.bias is None else y + self.bias
 
-    lookup = rows
-
-    def dequantize(self) -> torch.Tensor:
-        return self.rows(slice(None))
+    def dequantize(self) -> Tensor:
+        return self.lookup(slice(None))
 
 
 class PackedLinear(Linear):
@@ -365,17 +352,17 @@ class PackedLinear(Linear):
     `activations`: "int8" rounds x to 8 bits by groups of 32 before the product, "float" multiplies x as it is.
     """
 
-    def __init__(self, rows: QuantRows, bias: torch.Tensor | None = None):
+    def __init__(self, rows: QuantRows, bias: Tensor | None = None):
         nn.Module.__init__(self)
         kernel, ops = rows.scheme.kernel, torch.ops.vitrine
         self.pack, self.unpack = getattr(kernels, f"pack_{kernel}"), getattr(kernels, f"unpack_{kernel}")
         self.linear, self.embedding = getattr(ops, f"{kernel}_linear"), getattr(ops, f"{kernel}_embedding")
-        self.scheme, self.in_features, self.group_size = rows.scheme, rows.in_features, rows.scheme.group_size
-        self.out_features, self.activations = len(next(iter(rows.parts.values()))), "int8"
+        self.scheme, self.group_size, self.activations = rows.scheme, rows.scheme.group_size, "int8"
+        self.out_features, self.in_features = rows.out_features, rows.in_features
         self.register_buffer("packed", self._pack(rows))  # uint8 [N / 16, bytes of 16 rows]
         self.register_buffer("bias", bias)  # [N]
 
-    def _pack(self, rows: QuantRows) -> torch.Tensor:
+    def _pack(self, rows: QuantRows) -> Tensor:
         """The rows in the kernels' form, some tiles at a time: repacking needs little beside its result."""
         step = max(1, CHUNK // rows.in_features // kernels.TILE) * kernels.TILE
         packed = None
@@ -386,22 +373,21 @@ class PackedLinear(Linear):
             packed[start // kernels.TILE :][: len(tiles)] = tiles
         return packed
 
-    def forward(self, x, norm_weight=None, eps=0.0, residual=None, silu_gate=False) -> torch.Tensor:
+    def forward(self, x: Tensor, norm_weight=None, eps=0.0, residual=None, silu_gate=False) -> Tensor:
         """As `Linear.forward`, in one operation that reads every byte of the weight once."""
         return self.linear(
             x, self.packed, self.out_features, self.group_size, self.bias, norm_weight, eps, residual, silu_gate,
             self.activations,
         )  # fmt: skip
 
-    def lookup(self, ids: torch.Tensor) -> torch.Tensor:
+    def lookup(self, ids: Tensor) -> Tensor:
         return self.embedding(ids, self.packed, self.in_features, self.group_size)
 
-    def dequantize(self) -> torch.Tensor:
-        """The weight as float32 [N, K], every value the one that was stored."""
+    def dequantize(self) -> Tensor:
         return self.unpack(self.packed, self.in_features, self.group_size)[: self.out_features]
 
 
-def quantised_layer(rows: QuantRows, bias: torch.Tensor | None = None) -> Linear:
+def quantised_layer(rows: QuantRows, bias: Tensor | None = None) -> Linear:
     return (StoredLinear if rows.scheme.kernel is None else PackedLinear)(rows, bias)
 
 
@@ -410,34 +396,8 @@ def has_kernels(model: nn.Module) -> bool:
     return all(isinstance(module, PackedLinear) for module in model.modules() if isinstance(module, Linear))
 
 
-class Embedding(nn.Module):
-    """One table, two readers: `lookup` takes rows of it, `logits` multiplies with all of it (a tied output head).
-
-    What `lookup` returns is exactly a row of what `logits` multiplies with.
-    """
-
-    def __init__(self, table: Linear, dtype: torch.dtype):
-        super().__init__()
-        self.table, self.dtype = table, dtype
-
-    def lookup(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids [T] -> [T, H] in the dtype of the activations."""
-        return self.table.lookup(ids).to(self.dtype)
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, H] -> [T, V]."""
-        return self.table(x)
-
-    @property
-    def weight_bytes(self) -> int:
-        """What `logits` reads; `lookup` reads a row for each id."""
-        return self.table.weight_bytes
-
-
 def set_activations(model: nn.Module, activations: str) -> None:
     """Choose "int8" or "float" activations for every quantised layer inside `model`."""
-    if activations not in ("int8", "float"):
-        raise ValueError(f"activations={activations!r}: use 'int8' or 'float'")
     for module in model.modules():
         if isinstance(module, PackedLinear):
             module.activations = activations

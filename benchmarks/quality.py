@@ -185,7 +185,6 @@ def profile_kernels(llm: LLM, batch: int, context: int, repeats: int = 20) -> di
     caches = llm.kv.layers
     scale = config.head_dim**-0.5
     x, eps = rows["qkv"], config.rms_norm_eps
-    head = model.embed if model.lm_head is None else model.lm_head
     work = {
         "norm + qkv": lambda: [la.attention.qkv(x, norm_weight=la.attn_norm, eps=eps) for la in model.layers],
         "rope + cache write": lambda: [
@@ -197,14 +196,14 @@ def profile_kernels(llm: LLM, batch: int, context: int, repeats: int = 20) -> di
             la.mlp.gate_up(x, norm_weight=la.mlp_norm, eps=eps, silu_gate=True) for la in model.layers
         ],
         "down + residual": lambda: [la.mlp.down(rows["down"], residual=x) for la in model.layers],
-        "head": lambda: head.logits(x),
+        "head": lambda: model.head(x),
     }
     read = {
         "norm + qkv": sum(layer.attention.qkv.weight_bytes for layer in model.layers),
         "o + residual": sum(layer.attention.o.weight_bytes for layer in model.layers),
         "norm + gate, up + silu": sum(layer.mlp.gate_up.weight_bytes for layer in model.layers),
         "down + residual": sum(layer.mlp.down.weight_bytes for layer in model.layers),
-        "head": head.weight_bytes,
+        "head": model.head.weight_bytes,
     }
     tapes = {}
     for name, run in work.items():

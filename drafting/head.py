@@ -135,7 +135,7 @@ class DraftHead(nn.Module):
     def __init__(self, weights: dict[str, Tensor], target: Transformer):
         super().__init__()
         self.embed, self.dtype = target.embed, target.dtype
-        dense, device = type(target.embed.table) is Linear, target.norm.device
+        dense, device = type(target.embed) is Linear, target.norm.device
 
         def layer(weight: Tensor) -> nn.Module:
             if dense:

@@ -18,7 +18,6 @@ from quantize import (
     INT8_G32,
     TABLES,
     VERSION,
-    Embedding,
     Linear,
     QuantRows,
     Scheme,
@@ -117,8 +116,3 @@ def linear_from_checkpoint(
     if scheme is None:
         return Linear(load_dense(ckpt, names, dtype), bias)
     return quantised_layer(concatenate(load_rows(ckpt, names, scheme)), bias)
-
-
-def embedding_from_checkpoint(ckpt, name: str, scheme: str | Scheme | None, dtype: torch.dtype) -> Embedding:
-    """The embedding table `name`, and the output head too if the model ties them: dense, or 8 bits under any scheme."""
-    return Embedding(linear_from_checkpoint(ckpt, [name], scheme, dtype), dtype)

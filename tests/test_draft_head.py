@@ -216,7 +216,7 @@ def test_a_file_brings_back_the_head(tmp_path):
     after, logits = head(state, token)
     wanted = head_step({n: w.half().float() for n, w in weights.items()}, state, model.embed.lookup(token))
     assert torch.allclose(after, wanted, atol=1e-3, rtol=1e-4)
-    table = model.lm_head.lookup(kept)
+    table = model.head.lookup(kept)
     assert torch.allclose(logits, norm(wanted, weights["out_norm"].half().float()) @ table.T, atol=1e-3, rtol=1e-3)
     assert torch.equal(head.kept, kept)
 

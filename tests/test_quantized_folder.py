@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def buffers(ckpt, scheme) -> dict[str, torch.Tensor]:
     """Every layer of the model as model.py builds them, by name: what they hold."""
     c, layers = ckpt.config, {}
-    layers["embed"] = weights.embedding_from_checkpoint(ckpt, "model.embed_tokens.weight", scheme, torch.float32)
+    layers["embed"] = weights.linear_from_checkpoint(ckpt, ["model.embed_tokens.weight"], scheme, torch.float32)
     if not c.tie_word_embeddings:
         layers["head"] = weights.linear_from_checkpoint(ckpt, ["lm_head.weight"], scheme, torch.float32)
     for i in range(c.num_layers):
@@ -45,9 +45,9 @@ def buffers(ckpt, scheme) -> dict[str, torch.Tensor]:
                 torch.float32,
                 [name + ".bias" for name in names] if bias else None,
             )
-    layers["embed"], sizes = layers["embed"].table, {}
+    sizes = {}
     for name, layer in layers.items():
-        sizes[name] = torch.tensor([layer.out_features, layer.in_features, layer.group_size])
+        sizes[name] = torch.tensor([layer.out_features, layer.in_features, layer.scheme.group_size])
     norms = sizes | {n: ckpt.tensor(n) for n in ckpt.names() if "norm" in n}
     return norms | {f"{n}/{b}": t for n, layer in layers.items() for b, t in layer.named_buffers()}
 
