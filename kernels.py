@@ -1,25 +1,18 @@
 """The hot operations of a decoder step, each registered as a torch op with a readable reference.
 
-The problem. A decode step of a small model spends its time in very few places: reading the weights once (the linear
-layers), reading the live keys and values once (attention), and overhead: a separate norm, a separate rotation, a
-separate addition each read and write the hidden state again and each cost a call.
-
-The idea. The step is cut into a few operations that move every byte once. Each has up to three implementations with one
-signature: the torch REFERENCE in this file (what it means), C++ (native/cpu.py) and, where the GPU is the point, Triton
-(native/gpu.py). `@op` registers the reference under `torch.ops.vitrine`; `set_backend` picks the implementation.
+A separate norm, rotation or addition reads and writes the hidden state once more and costs a call. So the step is cut
+into a few operations that move every byte once. Each has up to three implementations with one signature: the torch
+REFERENCE in this file (what it means), C++ (native/cpu.py) and, where the GPU is the point, Triton (native/gpu.py).
 
     hidden ─┬─ int4_linear(norm) ── rope_write_kv ── paged_attention ── int4_linear(residual) ─┬─ ...
             └──────────────────────────────────────────────────────────────────────────────────┘
         ... ─┬─ int4_linear(norm, silu_gate) ── int4_linear(residual) ─┬─ hidden
              └─────────────────────────────────────────────────────────┘
 
-Batch invariance. In the native backend the result of a row never depends on which other rows are in the call: one row,
-few rows and many rows add in the same order, and attention walks the keys in fixed tiles from position 0. That is what
-makes greedy decoding independent of batching, chunking and preemption bit for bit, and not just nearly.
-
-Sources: paged attention, Kwon et al. 2023, section 4; online softmax, Milakov and Gimelshein 2018, Algorithm 3; 8-bit
-activations per group of 32, the Q8_0 format of GGUF; rotary embedding, Su et al. 2021, section 3.4; SiLU-gated MLP,
-Shazeer 2020, section 2. Left out: gradients, dropout, attention biases other than the sliding window.
+In the native backend the result of a row never depends on which other rows are in the call: one row and many rows add
+in the same order, and attention walks the keys in fixed tiles from position 0. That makes greedy decoding independent
+of batching, chunking and preemption bit for bit. Sources: paged attention, Kwon et al. 2023, section 4; online softmax,
+Milakov and Gimelshein 2018, Algorithm 3; SiLU-gated MLP, Shazeer 2020, section 2. Left out: gradients, dropout.
 """
 
 from __future__ import annotations
@@ -74,17 +67,9 @@ def _fake_rope(qkv, positions, cos_sin, k_cache, v_cache, slot_mapping, num_head
 
 @op(fake=_fake_rope, mutates=("k_cache", "v_cache"))
 def rope_write_kv(
-    qkv: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    num_heads: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
-) -> Tensor:
+    qkv: Tensor, positions: Tensor, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
+    num_heads: int, q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
+) -> Tensor:  # fmt: skip
     """Split the fused projection, rotate q and k, store k and v in their slots; returns q [T, num_heads, head_dim].
 
     qkv [T, (num_heads + 2 * kv_heads) * head_dim]; positions int64 [T]; cos_sin float32 [max_pos, head_dim], the
@@ -100,32 +85,22 @@ def rope_write_kv(
     if k_norm is not None:
         k = rms_norm(k, k_norm, eps)
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # [T, 1, head_dim/2]
+    a, b = torch.cat((q, k), dim=1).float().chunk(2, dim=-1)  # [T, num_heads + kv_heads, head_dim/2]
+    rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    q, k = rotated.split((num_heads, kv_heads), dim=1)
     # No choosing of rows: how many there are would have to come back from a GPU, which a CUDA graph cannot wait for.
-    written = (slot_mapping >= 0)[:, None, None]
-    slots = slot_mapping.clamp(min=0)
+    written, slots = (slot_mapping >= 0)[:, None, None], slot_mapping.clamp(min=0)
     block, offset = slots // block_size, slots % block_size
-    for cache, rows in ((k_cache, _rotate(k, cos, sin)), (v_cache, v)):
+    for cache, rows in ((k_cache, k), (v_cache, v)):
         cache[block, :, offset] = torch.where(written, rows.to(cache.dtype), cache[block, :, offset])
-    return _rotate(q, cos, sin).to(qkv.dtype)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return q.to(qkv.dtype).contiguous()
 
 
 @op(fake=lambda q, *rest, **_: q.new_empty(q.shape))
 def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    query_start: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> Tensor:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, query_start: Tensor, context_lens: Tensor,
+    scale: float, window: int = 0, softcap: float = 0.0,
+) -> Tensor:  # fmt: skip
     """Causal attention of a flat run of query rows over paged keys and values -> [T, heads, head_dim].
 
     q [T, heads, head_dim]; caches [num_blocks, kv_heads, block_size, head_dim]; block_tables int32 [S, max_blocks];
@@ -135,56 +110,45 @@ def paged_attention(
     Rows that belong to no sequence are padding and come back as zeros.
     """
     out = torch.zeros_like(q)
-    _, kv_heads, _, head_dim = k_cache.shape
-    starts, lens = query_start.tolist(), context_lens.tolist()
-    for s, length in enumerate(lens):
+    _, kv_heads, block_size, _ = k_cache.shape
+    starts = query_start.tolist()
+    for s, length in enumerate(context_lens.tolist()):
         rows = slice(starts[s], starts[s + 1])
-        n = rows.stop - rows.start
-        if n == 0:
-            continue
-        keys, values = (_gather_context(c, block_tables[s], length) for c in (k_cache, v_cache))
-        query = q[rows].float().view(n, kv_heads, -1, head_dim)  # [n, kv_heads, group, head_dim]
+        query = q[rows].float().unflatten(1, (kv_heads, -1))  # [n, kv_heads, group, head_dim]
+        blocks = block_tables[s, : -(-length // block_size)].long()
+        keys = k_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :length].float()  # [kv_heads, context, head_dim]
+        values = v_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :length].float()
         scores = torch.einsum("nhgd,hjd->hgnj", query, keys) * scale
         if softcap > 0:
             scores = softcap * torch.tanh(scores / softcap)
-        position = torch.arange(length - n, length, device=q.device)[:, None]  # [n, 1]
+        position = torch.arange(length - len(query), length, device=q.device)[:, None]  # [n, 1]
         j = torch.arange(length, device=q.device)[None]  # [1, context]
         hidden = j > position
         if window > 0:
             hidden |= j <= position - window
         probs = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-        out[rows] = torch.einsum("hgnj,hjd->nhgd", probs, values).reshape(n, -1, head_dim).to(q.dtype)
+        out[rows] = torch.einsum("hgnj,hjd->nhgd", probs, values).reshape(out[rows].shape).to(q.dtype)
     return out
-
-
-def _gather_context(cache: Tensor, block_table: Tensor, length: int) -> Tensor:  # -> float32 [kv_heads, length, d]
-    _, kv_heads, block_size, head_dim = cache.shape
-    blocks = cache[block_table[: -(-length // block_size)].long()]  # [n, kv_heads, block_size, head_dim]
-    return blocks.transpose(0, 1).reshape(kv_heads, -1, head_dim)[:, :length].float()
 
 
 @op(fake=lambda gate_up: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)))
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up; gate_up [..., 2 * I] with the gate in the first half -> [..., I]."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate_up.float().chunk(2, dim=-1)  # [..., I] each
     return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+UNPACK = {4: unpack_int4, 8: unpack_int8}
 
 
 def linear_with(product: Callable[..., Tensor], bits: int) -> Callable[..., Tensor]:
     """`int4_linear` or `int8_linear` around `product`, which is the dense one below or Triton's."""
 
     def linear(
-        x: Tensor,
-        packed: Tensor,
-        out_features: int,
-        group_size: int,
-        bias: Tensor | None = None,
-        norm_weight: Tensor | None = None,
-        eps: float = 0.0,
-        residual: Tensor | None = None,
-        silu_gate: bool = False,
+        x: Tensor, packed: Tensor, out_features: int, group_size: int, bias: Tensor | None = None,
+        norm_weight: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None, silu_gate: bool = False,
         activation: str = "int8",
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """x [..., K] times the packed weight -> [..., out_features], with what usually surrounds a product fused in.
 
         In this order: RMS norm of x with `norm_weight`; the product; + `bias`; with `silu_gate` the two halves of the
@@ -197,8 +161,6 @@ def linear_with(product: Callable[..., Tensor], bits: int) -> Callable[..., Tens
             wide = rms_norm(wide, norm_weight, eps)
         if activation == "int8":
             wide = round_to_int8(wide)
-        elif activation != "float":
-            raise ValueError(f"activation {activation!r} is unknown: choose int8 or float")
         y = product(wide, packed, out_features, group_size, bits)
         if bias is not None:
             y = y + bias.float()
@@ -211,8 +173,7 @@ def linear_with(product: Callable[..., Tensor], bits: int) -> Callable[..., Tens
 
 
 def _dense_product(x: Tensor, packed: Tensor, out_features: int, group_size: int, bits: int) -> Tensor:
-    unpack = unpack_int4 if bits == 4 else unpack_int8
-    return x @ unpack(packed, x.shape[-1], group_size)[:out_features].t()
+    return x @ UNPACK[bits](packed, x.shape[-1], group_size)[:out_features].t()
 
 
 def _fake_linear(
@@ -233,27 +194,23 @@ def round_to_int8(x: Tensor) -> Tensor:
     return (codes * (amax / 127.0)).flatten(-2)[..., : x.shape[-1]]
 
 
+def embedding_of(bits: int) -> Callable[..., Tensor]:
+    def embedding(ids: Tensor, packed: Tensor, in_features: int, group_size: int) -> Tensor:
+        """Rows `ids` [...] of the packed table, dequantised -> float32 [..., in_features]."""
+        flat = ids.flatten()
+        tiles = UNPACK[bits](packed[flat // TILE], in_features, group_size).view(-1, TILE, in_features)
+        rows = tiles[torch.arange(flat.numel(), device=ids.device), flat % TILE]
+        return rows.view(*ids.shape, in_features)
+
+    embedding.__name__ = f"int{bits}_embedding"
+    return embedding
+
+
 def _fake_embedding(ids, packed, in_features, group_size) -> Tensor:
     return packed.new_empty((*ids.shape, in_features), dtype=torch.float32)
 
 
-@op(_fake_embedding)
-def int4_embedding(ids: Tensor, packed: Tensor, in_features: int, group_size: int) -> Tensor:
-    """Rows `ids` [...] of the packed int4 table, dequantised -> float32 [..., in_features]."""
-    return _embedding(ids, packed, in_features, group_size, unpack_int4)
-
-
-@op(_fake_embedding)
-def int8_embedding(ids: Tensor, packed: Tensor, in_features: int, group_size: int) -> Tensor:
-    """Rows `ids` [...] of the packed int8 table, dequantised -> float32 [..., in_features]."""
-    return _embedding(ids, packed, in_features, group_size, unpack_int8)
-
-
-def _embedding(ids: Tensor, packed: Tensor, in_features: int, group_size: int, unpack: Callable) -> Tensor:
-    flat = ids.flatten()
-    tiles = unpack(packed[flat // TILE], in_features, group_size).view(-1, TILE, in_features)
-    rows = tiles[torch.arange(flat.numel(), device=ids.device), flat % TILE]
-    return rows.view(*ids.shape, in_features)
+int4_embedding, int8_embedding = (op(_fake_embedding)(embedding_of(bits)) for bits in (4, 8))
 
 
 def set_backend(name: str) -> str:
