@@ -216,35 +216,33 @@ int4_embedding, int8_embedding = (op(_fake_embedding)(embedding_of(bits)) for bi
 def set_backend(name: str) -> str:
     """Choose the implementation behind `torch.ops.vitrine` and return the name of the one now in use.
 
-    "native" is C++ on the CPU, and Triton for tensors on a GPU where Triton is installed. Without a working compiler it
-    becomes "reference", with one note on stderr that says why. "triton" on the CPU needs TRITON_INTERPRET=1.
+    "native" is C++ on the CPU; without a working compiler it becomes "reference", with a note on stderr that says why.
+    "triton" is for a GPU; on the CPU it needs TRITON_INTERPRET=1.
     """
     global _backend
     if name not in ("native", "reference", "triton"):
         raise ValueError(f"kernels backend {name!r} is unknown: choose native, reference or triton")
     on_cpu, on_cuda = {}, {}
-    if name == "triton" or name == "native" and torch.cuda.is_available():
-        on_cuda = _triton_operations(required=name == "triton")
-    if name == "native":
+    if name == "triton":
+        on_cpu = on_cuda = _triton_operations()
+    elif name == "native":
         try:
             cpu.load()
             on_cpu = {op: getattr(cpu, op) for op in _references}
         except build.BuildError as error:
             warn(f"kernels: {error}\nkernels: using the slow torch reference instead")
             name = "reference"
-    _on_cpu.update(_references | (on_cuda if name == "triton" else on_cpu))
+    _on_cpu.update(_references | on_cpu)
     _on_cuda.update(_references | on_cuda)
     _backend = name
     return name
 
 
-def _triton_operations(required: bool) -> dict[str, Callable]:
+def _triton_operations() -> dict[str, Callable]:
     """The operations that exist in Triton; the others are cheap on a GPU and keep their references."""
     try:
         from native import gpu
     except ImportError as error:
-        if not required:
-            return {}
         raise ValueError(f"the triton backend needs the triton package ({error}): pip install triton") from error
     linears = {f"int{bits}_linear": linear_with(gpu.product, bits) for bits in (4, 8)}
     return {"paged_attention": gpu.paged_attention, **linears}

@@ -56,16 +56,10 @@ def padding_batch(rows: int, device: str | torch.device, max_blocks: int = 2) ->
     """
     sequences = torch.arange(max(rows, 2) + 1, dtype=torch.int32, device=device)
     tokens, positions, slot_mapping = torch.zeros(3, rows, dtype=torch.int64, device=device).unbind()
-    return Batch(
-        tokens=tokens,
-        positions=positions,
-        slot_mapping=slot_mapping,
-        block_tables=torch.zeros(max(rows, 2), max_blocks, dtype=torch.int32, device=device),
-        query_start=sequences.clamp(max=rows),
-        context_lens=(sequences[:-1] < rows).int(),
-        logit_rows=torch.arange(rows, device=device),
-        one_each=True,
-    )
+    block_tables = torch.zeros(max(rows, 2), max_blocks, dtype=torch.int32, device=device)
+    query_start, context_lens = sequences.clamp(max=rows), (sequences[:-1] < rows).int()
+    logit_rows = torch.arange(rows, device=device)
+    return Batch(tokens, positions, slot_mapping, block_tables, query_start, context_lens, logit_rows, one_each=True)
 
 
 def inverse_frequencies(dim: int, base: float, scaling: dict | None) -> tuple[Tensor, float]:
@@ -228,14 +222,9 @@ class Transformer(nn.Module):
     """
 
     def __init__(
-        self,
-        ckpt,
-        quant: str | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: str | torch.device = "cpu",
-        max_model_len: int | None = None,
-        progress: Callable[[int, int], None] = lambda done, total: None,
-    ):
+        self, ckpt, quant: str | None = None, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu",
+        max_model_len: int | None = None, progress: Callable[[int, int], None] = lambda done, total: None,
+    ):  # fmt: skip
         super().__init__()
         config, scheme = ckpt.config, parse_scheme(quant)
         self.config, self.dtype = config, dtype

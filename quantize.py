@@ -44,7 +44,7 @@ class Scheme:
     """How rows [N, K] are stored: as named parts, each with one row for a row. A quantised folder holds those parts.
 
     `bits` of a code; `group_size` weights share a scale (0: the whole row). `kernel` is the prefix of the functions in
-    kernels.py that compute on these parts (pack_, unpack_, _linear, _embedding); without one a layer dequantises.
+    kernels.py that compute on these parts (pack_, _linear, _embedding); without one a layer dequantises.
     """
 
     bits: int
@@ -226,10 +226,6 @@ class QuantRows:
     def out_features(self) -> int:
         return len(next(iter(self.parts.values())))
 
-    def dequantize(self) -> Tensor:
-        """float32 [N, K]."""
-        return self.scheme.dequantize(self.parts, self.in_features)
-
 
 def concatenate(pieces: list[QuantRows]) -> QuantRows:
     """Rows under rows: what a fused layer is made of. All pieces must agree on scheme and K."""
@@ -310,10 +306,6 @@ class Linear(nn.Module):
         """Rows `ids` [T] of the weight [T, K]: exactly those that a product multiplies with."""
         return F.embedding(ids, self.weight)
 
-    def dequantize(self) -> Tensor:
-        """The weight as float32 [N, K]."""
-        return self.weight.float()
-
     @property
     def weight_bytes(self) -> int:
         """What one pass over this layer reads."""
@@ -342,9 +334,6 @@ class StoredLinear(Linear):
         y = torch.cat([F.linear(x, w) for w in pieces], dim=-1)
         return y if self.bias is None else y + self.bias
 
-    def dequantize(self) -> Tensor:
-        return self.lookup(slice(None))
-
 
 class PackedLinear(Linear):
     """Under a scheme with a kernel: the weight is held once, in the tiles that native/packing.py draws.
@@ -355,7 +344,7 @@ class PackedLinear(Linear):
     def __init__(self, rows: QuantRows, bias: Tensor | None = None):
         nn.Module.__init__(self)
         kernel, ops = rows.scheme.kernel, torch.ops.vitrine
-        self.pack, self.unpack = getattr(kernels, f"pack_{kernel}"), getattr(kernels, f"unpack_{kernel}")
+        self.pack = getattr(kernels, f"pack_{kernel}")
         self.linear, self.embedding = getattr(ops, f"{kernel}_linear"), getattr(ops, f"{kernel}_embedding")
         self.scheme, self.group_size, self.activations = rows.scheme, rows.scheme.group_size, "int8"
         self.out_features, self.in_features = rows.out_features, rows.in_features
@@ -382,9 +371,6 @@ class PackedLinear(Linear):
 
     def lookup(self, ids: Tensor) -> Tensor:
         return self.embedding(ids, self.packed, self.in_features, self.group_size)
-
-    def dequantize(self) -> Tensor:
-        return self.unpack(self.packed, self.in_features, self.group_size)[: self.out_features]
 
 
 def quantised_layer(rows: QuantRows, bias: Tensor | None = None) -> Linear:

@@ -266,8 +266,6 @@ def best_ids(row: Tensor, k: int) -> Tensor:
 def constrain(row: Tensor, state: SamplerState, mask: Tensor | None) -> None:
     """The mask (bool, up to [V], True = allowed; ids past its end are forbidden) and the LOGITS rules on a row [V]."""
     if mask is not None:
-        if mask.dtype != torch.bool or len(mask) > len(row):
-            raise ValueError(f"a mask is bool over up to {len(row)} tokens, not {mask.dtype} over {len(mask)}")
         row[: len(mask)].masked_fill_(~mask.to(row.device), -INF)
         row[len(mask) :] = -INF  # padded ids the tokenizer does not have
     for rule in state.params.active[LOGITS]:
@@ -369,11 +367,9 @@ def sample(logits: Tensor, states: Sequence[SamplerState], masks=None, rows=None
     raw = logits.float().contiguous()
     masks = [None] * len(states) if masks is None else masks
     rows = range(len(raw)) if rows is None else rows
-    if not len(rows) == len(states) == len(masks):
-        raise ValueError(f"{len(rows)} rows of logits, {len(states)} states, {len(masks)} masks: one of each per row")
     plain, changed = {}, {}  # state: its row. What no rule changes is not copied, for a row is 200 kB
-    for i, row in enumerate(rows):
-        (plain if masks[i] is None and not states[i].params.active[LOGITS] else changed)[i] = row
+    for i, (row, state, mask) in enumerate(zip(rows, states, masks, strict=True)):
+        (plain if mask is None and not state.params.active[LOGITS] else changed)[i] = row
     chosen, raw_best = choose(raw, plain, states), {}
     if changed:
         copies = raw[list(changed.values())]  # [changed, V]

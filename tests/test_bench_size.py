@@ -39,7 +39,7 @@ def test_weights_are_what_the_loader_holds(folder, quant, capsys):
     assert found["weight_bytes"] == pytest.approx(model.weight_bytes, rel=0.02)
     assert found["step_bytes"] == pytest.approx(model.step_bytes, rel=0.02)
     if quant is None:
-        assert found["parameters"] == sum(value.numel() for value in model.state_dict().values())
+        assert found["parameters"] == sum(t.numel() for t in [*model.parameters(), *model.buffers()])
 
 
 @pytest.mark.parametrize("kind, quant", [("Q4_0", "int4"), ("Q8_0", "int8"), ("Q5_1", "int8"), ("F16", None)])

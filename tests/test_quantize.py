@@ -66,17 +66,21 @@ def oracle_weight(blocks: gguf.Blocks) -> torch.Tensor:
     return torch.from_numpy(oracle.quants.dequantize(raw, oracle.GGMLQuantizationType[blocks.kind]))
 
 
+def values(held: QuantRows | Linear) -> torch.Tensor:
+    """The weight as float32 [N, K]."""
+    if isinstance(held, QuantRows):
+        return held.scheme.dequantize(held.parts, held.in_features)
+    return held.lookup(torch.arange(held.out_features)).float()
+
+
 def steps_of(rows: QuantRows) -> torch.Tensor:
     """The stored step of every weight [N, K]."""
-    return (
-        rows.parts["scales"]
-        .float()
-        .repeat_interleave((rows.scheme.group_size or rows.in_features), 1)[:, : rows.in_features]
-    )
+    steps = rows.parts["scales"].float().repeat_interleave(rows.scheme.group_size or rows.in_features, 1)
+    return steps[:, : rows.in_features]
 
 
 def assert_within_half_a_step(rows: QuantRows, weight: torch.Tensor) -> None:
-    error = (rows.dequantize() - weight.float()).abs()
+    error = (values(rows) - weight.float()).abs()
     slack = weight.float().abs() * 2**-22 + 1e-45  # the float32 arithmetic itself
     assert torch.isfinite(error).all()
     assert (error <= steps_of(rows) / 2 + slack).all()
@@ -145,9 +149,9 @@ def test_normal_float_4_takes_the_nearest_of_its_sixteen_values(w):
     scheme = SCHEMES["nf4-g64"]
     rows = quantize_rows(w, scheme)
     largest = rows.parts["scales"].repeat_interleave(64, 1)[:, : w.shape[1], None]
-    values = torch.tensor(scheme.VALUES)  # [16]
-    least = (values * largest - w.unsqueeze(2)).abs().amin(2)
-    assert ((rows.dequantize() - w).abs() <= least + largest[..., 0] * 1e-6).all()
+    nf4 = torch.tensor(scheme.VALUES)  # [16]
+    least = (nf4 * largest - w.unsqueeze(2)).abs().amin(2)
+    assert ((values(rows) - w).abs() <= least + largest[..., 0] * 1e-6).all()
 
 
 @pytest.mark.parametrize("scheme", STEPS[1:], ids=lambda s: s.name)
@@ -164,7 +168,7 @@ def test_padding_takes_no_part_in_a_group(scheme):
 @given(weights(), st.sampled_from(ALL))
 def test_a_layer_holds_exactly_its_rows(w, scheme):
     rows = quantize_rows(w, scheme)
-    assert torch.equal(quantised_layer(rows).dequantize(), rows.dequantize())
+    assert torch.equal(values(quantised_layer(rows)), values(rows))
 
 
 def test_quantising_in_chunks_changes_nothing(monkeypatch):
@@ -174,7 +178,7 @@ def test_quantising_in_chunks_changes_nothing(monkeypatch):
     for scheme in ALL:
         rows = quantize_rows(w, scheme)
         assert torch.equal(rows.parts["qweight"], whole[scheme.name].parts["qweight"])
-        assert torch.equal(rows.dequantize(), whole[scheme.name].dequantize())
+        assert torch.equal(values(rows), values(whole[scheme.name]))
         for part, same in zip(
             quantised_layer(rows).buffers(), quantised_layer(whole[scheme.name]).buffers(), strict=True
         ):
@@ -192,7 +196,7 @@ def test_zero_points_at_both_ends_outliers_and_constants(scheme):
     w[5] = -0.25  # a number of fp16
     rows = quantize_rows(w, scheme)
     assert_within_half_a_step(rows, w)
-    back = rows.dequantize()
+    back = values(rows)
     assert torch.allclose(back[3], w[3], rtol=2**-10, atol=0)
     assert torch.equal(back[4], w[4])
     assert torch.allclose(back[5], w[5], rtol=2**-10, atol=0)
@@ -231,7 +235,7 @@ def test_weights_beyond_fp16_are_refused_where_scales_are_fp16(sign):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_the_source_may_have_any_float_type(dtype):
     w = torch.randn(8, 64).to(dtype)
-    assert torch.equal(quantize_rows(w, INT4).dequantize(), quantize_rows(w.float(), INT4).dequantize())
+    assert torch.equal(values(quantize_rows(w, INT4)), values(quantize_rows(w.float(), INT4)))
 
 
 # ---- schemes
@@ -262,7 +266,7 @@ def test_blocks_are_taken_over_bit_for_bit(kind, scheme):
     blocks = blocks_of(kind, w)
     blocks.data[5, 1, 1] ^= 0x80  # the sign of d
     layer = linear_from_checkpoint(Memory({"a": blocks}), ["a"], scheme, torch.float32)
-    assert torch.equal(layer.dequantize(), oracle_weight(blocks))
+    assert torch.equal(values(layer), oracle_weight(blocks))
     assert layer.weight_bytes == 32 * 96 * (4 if kind[1] == "4" else 8) // 8 + 32 * 3 * (4 if kind[1] == "4" else 2)
 
 
@@ -270,9 +274,9 @@ def test_taken_over_rows_do_not_hold_on_to_the_file():
     for kind, scheme in (("Q4_1", INT4), ("Q8_0", INT8_G32)):
         blocks = blocks_of(kind, torch.randn(4, 32))  # one block a row: the slices are nearly contiguous
         rows = adopt_blocks(blocks, scheme)
-        before = rows.dequantize()
+        before = values(rows)
         blocks.data.zero_()
-        assert torch.equal(rows.dequantize(), before)
+        assert torch.equal(values(rows), before)
 
 
 def test_a_q4_0_scale_whose_minimum_leaves_fp16_is_quantised_anew():
@@ -299,7 +303,7 @@ def test_other_pairs_are_quantised_anew(kind, scheme, group):
     layer = linear_from_checkpoint(Memory({"a": blocks}), ["a"], scheme, torch.float32)
     assert layer.group_size == group
     expected = quantize_rows(oracle_weight(blocks), SCHEMES[scheme])
-    assert torch.equal(layer.dequantize(), expected.dequantize())
+    assert torch.equal(values(layer), values(expected))
 
 
 def test_the_default_models_weights_do_not_change(smollm2):
@@ -310,7 +314,7 @@ def test_the_default_models_weights_do_not_change(smollm2):
     for name in quantised[::10] + ["token_embd.weight"]:
         blocks = file.blocks(name)
         scheme = "int4" if blocks.kind == "Q4_1" else "int8"
-        weight = linear_from_checkpoint(Memory({name: blocks}), [name], scheme, torch.float32).dequantize()
+        weight = values(linear_from_checkpoint(Memory({name: blocks}), [name], scheme, torch.float32))
         for start in range(0, len(weight), 4096):  # the oracle needs many times the memory of what it dequantises
             part = blocks.rows(torch.arange(start, min(start + 4096, len(weight))))
             assert torch.equal(weight[start : start + 4096], oracle_weight(part)), name
@@ -325,9 +329,9 @@ def test_fused_rows_may_come_from_different_sources():
     held |= {"qb": held["b"][:48], "kb": held["b"][48:64], "vb": held["b"][64:]}
     layer = linear_from_checkpoint(Memory(held), ["q", "k", "v"], "int4", torch.float32, ["qb", "kb", "vb"])
     assert layer.scheme is INT4 and (layer.out_features, layer.in_features) == (69, 64)
-    w = layer.dequantize()
+    w = values(layer)
     assert torch.equal(w[:48], oracle_weight(held["q"])) and torch.equal(w[48:64], oracle_weight(held["k"]))
-    assert torch.equal(w[64:], quantize_rows(held["v"], INT4).dequantize())
+    assert torch.equal(w[64:], values(quantize_rows(held["v"], INT4)))
     assert torch.equal(layer.bias, held["b"])
 
 
@@ -335,7 +339,7 @@ def test_q8_0_beside_a_dense_weight_gives_the_whole_layer_groups():
     held = {"gate": torch.randn(32, 64), "up": blocks_of("Q8_0", torch.randn(32, 64))}
     layer = linear_from_checkpoint(Memory(held), ["gate", "up"], "int8", torch.float32)
     assert layer.group_size == 32
-    assert torch.equal(layer.dequantize()[32:], oracle_weight(held["up"]))
+    assert torch.equal(values(layer)[32:], oracle_weight(held["up"]))
 
 
 def test_rows_of_different_forms_are_not_put_together():
@@ -352,7 +356,7 @@ def test_forward_is_the_product_with_the_dequantised_weight(scheme, k):
     layer = linear_from_checkpoint(Memory(held), ["gate", "up"], scheme, torch.float32, ["gate_b", "up_b"])
     set_activations(layer, "float")
     x, norm, residual = torch.randn(3, k), torch.rand(k), torch.randn(3, 24)
-    w = layer.dequantize()
+    w = values(layer)
     assert torch.allclose(layer(x), x @ w.T + layer.bias, atol=1e-4)
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * norm
     gate, up = (normed @ w.T + layer.bias).chunk(2, dim=-1)
@@ -366,7 +370,7 @@ def test_a_layer_without_a_kernel_dequantises_in_pieces(monkeypatch):
     product = layer(x)
     monkeypatch.setattr(quantize.StoredLinear, "PIECE", 96 * 7)
     torch.testing.assert_close(layer(x), product)
-    assert torch.equal(layer.lookup(ids), rows.dequantize()[ids])
+    assert torch.equal(layer.lookup(ids), values(rows)[ids])
     assert layer.weight_bytes == 50 * (128 // 2 + 2 * 4 + 4) and not quantize.has_kernels(layer)
     assert quantised_layer(rows)(x.bfloat16()).dtype is torch.bfloat16
 
@@ -386,7 +390,7 @@ def test_dense_layers_keep_the_checkpoints_weights():
     held = {"a": torch.randn(8, 32).bfloat16(), "b": torch.randn(8, 32), "c": blocks_of("Q4_0", torch.randn(8, 32))}
     layer = linear_from_checkpoint(Memory(held), ["a", "b", "c"], None, torch.float32)
     assert isinstance(layer, Linear)
-    assert torch.equal(layer.dequantize(), torch.cat([held["a"].float(), held["b"], oracle_weight(held["c"])]))
+    assert torch.equal(values(layer), torch.cat([held["a"].float(), held["b"], oracle_weight(held["c"])]))
     assert layer.weight_bytes == 24 * 32 * 4
     assert linear_from_checkpoint(Memory(held), ["a"], None, torch.bfloat16).weight.dtype == torch.bfloat16
 
@@ -403,7 +407,7 @@ def test_a_tied_table_is_one_table(scheme, source):
     held = {"model.embed_tokens.weight": w if source == "dense" else blocks_of(source, w)}
     table = linear_from_checkpoint(Memory(held), ["model.embed_tokens.weight"], scheme, torch.float32)
     set_activations(table, "float")
-    rows = table.dequantize()
+    rows = values(table)
     ids = torch.tensor([0, 99, 17, 17])
     assert torch.equal(table.lookup(ids), rows[ids])
     x = torch.randn(3, 64)

@@ -630,15 +630,6 @@ def test_a_mask_is_never_overstepped_and_ids_beyond_it_are_forbidden(fields):
     assert {sample(rows, [state(seed=seed, **fields)], [mask])[0].token for seed in range(50)} <= {1, 17, 33}
 
 
-def test_masks_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="up to 8 tokens"):
-        sample(normal(1, 8), [state()], [torch.ones(9, dtype=torch.bool)])
-    with pytest.raises(ValueError, match="bool"):
-        sample(normal(1, 8), [state()], [torch.ones(8)])
-    with pytest.raises(ValueError, match="2 rows of logits, 1 states"):
-        sample(normal(2, 8), [state()])
-
-
 def test_a_row_with_nothing_allowed_fails_alone():
     rows = normal(3, 8)
     got = sample(rows, [state(temperature=0)] * 3, [None, torch.zeros(8, dtype=torch.bool), None])
