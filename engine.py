@@ -178,7 +178,7 @@ class Engine:
 
     def plan(self) -> Step:
         self.drafts.drafted = []
-        if self.speculator is not None or self.drafts.jumping:
+        if self.drafts.speculator is not None or self.drafts.jumping:
             self.drafts.extend(self.scheduler.running[::-1])  # a trained head reads self.rows
         self.rows.clear()
         step = self.scheduler.schedule()
@@ -298,13 +298,12 @@ class Engine:
         request.first_token = request.first_token or time.perf_counter()
         if answer.forced:
             self.drafts.jumping.add(answer)
-        if answer.finish_reason is None:
-            return right
-        if answer.seq.num_draft:
-            self.scheduler.truncate(answer.seq, len(answer.seq.tokens) - answer.seq.num_draft)
-        self.scheduler.finish(answer.seq)
-        self._close_if_finished(request)
-        return False
+        if answer.finish_reason is not None:
+            if answer.seq.num_draft:
+                self.scheduler.truncate(answer.seq, len(answer.seq.tokens) - answer.seq.num_draft)
+            self.scheduler.finish(answer.seq)
+            self._close_if_finished(request)
+        return right and answer.finish_reason is None
 
     def fork(self, answer: Answer) -> Answer:
         """One more answer with the same past; it shares all blocks until it writes."""

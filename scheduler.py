@@ -6,8 +6,12 @@ many. A batch that is fixed at the start leaves batch slots empty while its long
 Idea. Decide anew before every step. A `Sequence` is its tokens and `num_computed`, how many of them have K and V in the
 pool; a `Step` is a list of (sequence, n): compute n more. Whatever happened to a sequence, it only has to catch up:
 
-    tokens      [ p0 p1 p2 p3 p4 p5 p6 p7 | o0 o1 o2 ]      num_prompt 8, num_computed 10: n = 1, a decode
-    preempted     nothing is in the pool any more           num_computed 0: n = 11, and nothing else changes
+    decode                            n = 1                                   _decode
+    verify k drafted tokens           n = k + 1                               _decode
+    prefill, resume                   n = all that is missing                 _continue, or _start if it waited
+    chunked prefill                   n = what the budget leaves              _continue, _start
+    prefix-cache hit                  num_computed starts at the match        _start
+    preemption (recompute, swap)      num_computed = 0, or kept on the host   _preempt
 
     budget 16   | A 1 | B 1 | C 1 |  D, chunk 9 of 40  |  E, new, 4  |
                   decodes first      prompts under way    then waiting
@@ -276,15 +280,7 @@ class Scheduler:
     # ---- planning a step
 
     def schedule(self) -> Step:
-        """Plan one step: each sequence in it catches up by n tokens, for which its block table has room on return.
-
-        decode                            n = 1                                   _decode
-        verify k drafted tokens           n = k + 1                               _decode
-        prefill, resume                   n = all that is missing                 _continue, or _start if it waited
-        chunked prefill                   n = what the budget leaves              _continue, _start
-        prefix-cache hit                  num_computed starts at the match        _start
-        preemption (recompute, swap)      num_computed = 0, or kept on the host   _preempt
-        """
+        """Plan one step: each sequence in it catches up by n tokens, for which its block table has room on return."""
         self.steps += 1
         step = Step(self.steps, budget=self.max_num_batched_tokens)
         for seq in self._filled:  # offered to the cache now: rejected drafts are gone
