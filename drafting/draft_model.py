@@ -110,9 +110,7 @@ class DraftModel:
     def _leave(self) -> None:
         """Forget the answers that have ended or lost their slot; their full blocks stay in the prefix cache."""
         for answer in [a for a in self.following if a.finish_reason is not None or a.seq.state != "running"]:
-            seq, known = self.following.pop(answer)
-            self._cut(seq, min(known, len(seq.tokens)))
-            self.tables.release(seq)
+            self.tables.release(self.following.pop(answer)[0])
 
     def _cut(self, seq: Sequence, n_tokens: int) -> None:
         del seq.tokens[n_tokens:]

@@ -146,6 +146,14 @@ def test_a_copy_is_always_right_and_memory_exact(most, temperature):
     assert_all_free(engine)
 
 
+def test_a_draft_ends_where_the_answer_does():
+    engine, (prompt,) = make_engine(speculate="copy", most=5), prompts_of(5)
+    first, second, stop, *_ = expected("llama", prompt, GREEDY)
+    (output,) = run(engine, [(prompt, dataclasses.replace(GREEDY, stop_token_ids=[stop]))])
+    assert output.outputs[0].token_ids == [first, second, stop] and stop not in (first, second)
+    assert engine.speculator.accepted == engine.speculator.drafted == 2
+
+
 @pytest.mark.parametrize("speculate", ("stranger", "self:1"))
 def test_a_draft_that_was_wrong_guesses_as_one_that_starts_anew(speculate):
     """Whatever was taken back: the draft's tokens, keys and values are those of a draft that never guessed before."""
@@ -210,13 +218,14 @@ def test_a_structured_answer_is_guessed_within_its_structure(speculate, rejectio
 
 
 def test_a_draft_without_memory_leaves_the_target_alone():
-    engine = make_engine(speculate="copy", num_blocks=60)
+    engine = make_engine(speculate="copy", num_blocks=60, most=6)
     proposer = engine.speculator.proposer
     held = proposer.tables.pool.allocate(56)  # room for one of the two, if at all
     params = dataclasses.replace(GREEDY, max_tokens=20)
     requests = [engine.add(p, params) for p in prompts_of(8, 9)]
     drain(engine)
     assert all(r.output().outputs[0].token_ids == expected("llama", r.prompt_ids, params) for r in requests)
+    assert engine.speculator is not None
     proposer.tables.pool.release(held)
     assert_all_free(engine)
 
