@@ -183,4 +183,4 @@ def possible(answer: Answer, guess: list[int]) -> list[int]:
 
 
 if __name__ == "__main__":  # by name, since the commands import the engine, which imports this file
-    runpy.run_module("drafting.train", run_name="__main__")
+    runpy.run_module("drafting.command", run_name="__main__")

@@ -1,28 +1,26 @@
-"""Train a draft head on texts that the target wrote itself, in minutes on two cores; measure it on others.
+"""Train a draft head on texts that the target writes itself, in minutes on two cores.
 
-    python speculative.py train --out head.safetensors            texts, then steps of training
-    python speculative.py measure --speculate head:head.safetensors
+The problem. A head is judged by how often its guess is the token that the target then draws: it must learn what this
+model would say, not what people would. There are only minutes, so every text should teach as much as it can.
 
-The problem. A head is judged by one thing: how often its guess is the token that the target then draws. There are only
-minutes to teach it that, so every text should teach as much as it can.
-
-The idea. A drawn token is one sample, but the state after it holds the target's distribution over all tokens. The head
-is trained towards this teacher distribution, step after step from its own states, later steps on fewer rows:
+The idea. Let the engine answer requests (data/requests.json) under a speculator that guesses nothing, but keeps the
+states it is shown (`Recorder`). A drawn token is one sample, but the state after it holds the target's distribution
+over all tokens. The head is trained towards this teacher distribution, step after step from its own states:
 
     head       s_i ── token i ──► s' ── token i+1 ──► s'' ...    tokens as drawn, states of its own
                                   |                   |          cross entropy of the two, over the kept tokens
     target                   p(. | s_i+1)        p(. | s_i+2)    its TOP likeliest tokens, computed once
 
-Sources: distillation, Hinton et al. 2015 (arXiv:1503.02531, section 2), for drafts DistillSpec, Zhou et al. 2023
-(arXiv:2310.08461); several steps from its own states, HASS, Zhang et al. 2024 (arXiv:2408.15766, section 3.2).
-Left out: states of earlier layers (EAGLE-3, arXiv:2503.01840), training the table, mixed precision, GPUs.
+Sources: texts as in Medusa, Cai et al. 2024 (arXiv:2401.10774, section 2.3.2); distillation, DistillSpec, Zhou et al.
+2023 (arXiv:2310.08461); several steps from its own states, HASS, Zhang et al. 2024 (arXiv:2408.15766, section 3.2).
+Left out: real conversations, states of earlier layers (EAGLE-3, arXiv:2503.01840), training the table, GPUs.
 """
 
 from __future__ import annotations
 
-import argparse
+import json
 import math
-import sys
+import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,12 +31,17 @@ from torch import Tensor
 
 import kernels
 from drafting.head import EPS, head_shapes, save_head
-from drafting.measure import run_measure
-from drafting.texts import HELD_OUT, write_texts
-from formats.command_line import as_command, warn
+from engine import Engine
+from formats.command_line import warn
 from generate import LLM
 from model import Transformer
+from request import Answer
+from sampling import SamplingParams
 
+PART = 64  # texts that are written side by side
+TEMPERATURES = (0.0, 0.7)  # both are asked of a model
+KINDS = ("chat", "chat", "chat", "story", "story", "summary", "code")
+DATA = json.loads((Path(__file__).parent.parent / "data" / "requests.json").read_text(encoding="utf-8"))
 TOP = 32  # likeliest tokens of the teacher distribution that are kept
 SAY_EVERY = 50  # steps
 
@@ -71,6 +74,65 @@ class Settings:
             raise ValueError(f"rate={self.rate}: a positive number")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout}: a share from 0, to less than 1")
+
+
+# -- texts
+
+
+def requests(n: int, seed: int) -> list[str]:
+    """n requests, the same for the same seed, of all kinds."""
+    draw = random.Random(seed)
+
+    def compose(form: str) -> str:
+        form = form.replace("{text}", draw.choice(DATA["passages"])).replace("{task}", draw.choice(DATA["tasks"]))
+        while "{}" in form:
+            form = form.replace("{}", draw.choice(DATA["subjects"]), 1)
+        return form
+
+    return [compose(draw.choice(DATA["asked"][KINDS[i % len(KINDS)]])) for i in range(n)]
+
+
+class Recorder:
+    """A speculator that guesses nothing and keeps, for every answer, the states its tokens were drawn from."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.states: dict[Answer, list[Tensor]] = {}
+
+    def propose(self, answers: list[Answer], *_) -> list[list[int]]:
+        for answer in answers:
+            if answer in self.engine.rows:
+                state = self.engine.runner.states[self.engine.rows[answer]]
+                self.states.setdefault(answer, []).append(state.half().cpu())
+        return [[] for _ in answers]
+
+
+def write_texts(llm: LLM, texts: int, tokens: int, seed: int) -> dict[str, Tensor]:
+    """Answers to requests: tokens int64 [T], the states float16 [T, hidden] they were drawn from, lengths of texts."""
+    asked, written = requests(texts, seed), {"tokens": [], "states": [], "lengths": []}
+    for start in range(0, texts, PART):
+        recorder, answers = Recorder(llm.engine), []
+        llm.engine.speculator = recorder
+        for i, text in enumerate(asked[start : start + PART], start):
+            params = SamplingParams(temperature=TEMPERATURES[i % 2], max_tokens=tokens, seed=(seed << 32) + i)
+            ids = llm.tokenizer.encode_chat([{"role": "user", "content": text}])
+            answers.append(llm.add(ids, params).answers[0])
+        while llm.engine.has_work:
+            llm.engine.step()
+        for answer in answers:
+            if answer.error:
+                raise ValueError(f"the model could not answer a request of the training text: {answer.error}")
+            # None for an answer that ended at its first token; the last token's state has been overwritten.
+            if states := recorder.states.get(answer):
+                written["tokens"].append(torch.tensor(answer.token_ids[: len(states)]))
+                written["states"].append(torch.stack(states))
+                written["lengths"].append(torch.tensor([len(states)]))
+        warn(f"texts {start + len(answers):,} of {texts:,}")
+    llm.engine.speculator = None
+    return {name: torch.cat(parts) for name, parts in written.items()}
+
+
+# -- training
 
 
 def first_weights(settings: Settings, hidden: int, scale: float) -> dict[str, Tensor]:
@@ -161,9 +223,6 @@ def fit(ex: Examples, settings: Settings) -> dict[str, Tensor]:
     return {name: weight.detach() for name, weight in w.items()} | {"kept": ex.kept}
 
 
-# -- the command
-
-
 def train(out: str | Path, settings: Settings, load: Callable[[], LLM]) -> None:
     """Texts, training, file."""
     llm = load()
@@ -173,46 +232,3 @@ def train(out: str | Path, settings: Settings, load: Callable[[], LLM]) -> None:
     torch.set_num_threads(kernels.threads())  # an LLM leaves torch one, for the sake of its own kernels
     weights = fit(Examples(texts, settings.kept, llm.model), settings)
     save_head(out, weights, llm.model, settings.model, asdict(settings))
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("speculative.py", description="Train a draft head, and measure it.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    learn = commands.add_parser("train", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    learn.add_argument("--out", required=True, metavar="F", help="the file to write")
-    for name, value in asdict(Settings()).items():
-        learn.add_argument(f"--{name}", type=type(value), default=value)
-    look = commands.add_parser("measure", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    look.add_argument("--speculate", default="head", help="the head to measure: head or head:<file>")
-    look.add_argument("--model", default="smollm2")
-    look.add_argument("--quant", default="int4")
-    look.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    look.add_argument("--tokens", type=int, default=128, help="of an answer, at most")
-    look.add_argument("--rounds", type=int, default=3)
-    for command in (learn, look):
-        command.add_argument("--threads", type=int, help="as many as there are processors")
-    args = parser.parse_args(argv)
-    if args.command == "measure":
-        if args.speculate.partition(":")[0] != "head":
-            look.error(f"--speculate {args.speculate}: head or head:<file>; n-grams are measured beside it anyway")
-        if min(args.tokens, args.rounds, *args.batch) < 1:
-            look.error("--tokens, --rounds and --batch must be at least 1")
-        if max(args.batch) > (asked := min(map(len, HELD_OUT.values()))):
-            look.error(f"--batch {max(args.batch)}: there are {asked} requests of a kind to answer side by side")
-    return args
-
-
-@as_command
-def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
-    if args.command == "measure":
-        run_measure(args)
-        return 0
-    settings = Settings(**{name: getattr(args, name) for name in asdict(Settings())})
-    train(args.out, settings, lambda: LLM(settings.model, quant=settings.quant, compile=True, threads=args.threads))
-    print(f"{args.out}: {Path(args.out).stat().st_size / 1e6:.1f} MB")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

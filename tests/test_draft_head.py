@@ -12,8 +12,9 @@ from test_speculative import FAVOURITES, assert_drawn_from_favourites, fixed_log
 
 import kernels
 from compiled import CapturedRunner
-from drafting import texts as head_texts
+from drafting import train as training
 from drafting.budget import Speculator
+from drafting.command import HELD_OUT, main, measure
 from drafting.head import (
     KEY,
     DraftHead,
@@ -26,8 +27,7 @@ from drafting.head import (
     save_head,
     strength_of,
 )
-from drafting.measure import measure
-from drafting.train import Settings, head_step, main, norm, train
+from drafting.train import Settings, head_step, norm, train
 from engine import lay_out
 from generate import LLM
 from kv_paged import KVCache
@@ -307,14 +307,14 @@ def test_a_trained_head_is_right_more_often_than_a_random_one(decided, trained, 
     for path in (trained, tmp_path / "random"):
         llm = LLM(decided, **OPTIONS, speculate=f"head:{path}")
         llm.engine.speculator.step = None
-        for text in head_texts.requests(6, 0):
+        for text in training.requests(6, 0):
             llm.chat([{"role": "user", "content": text}], SamplingParams(temperature=0, max_tokens=40))
         right.append(llm.stats()["accepted"])
     assert right[0] > 30 > right[1]
 
 
 def test_a_training_is_the_same_again_and_another_with_another_seed(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(head_texts, "PART", 4)
+    monkeypatch.setattr(training, "PART", 4)
     files = []
     for seed in (0, 0, 1):
         settings = dataclasses.replace(SMALL, steps=25, tokens=20, seed=seed)
@@ -331,8 +331,8 @@ def test_where_nothing_can_be_written_nothing_is_trained(folder, tmp_path):
 
 
 def test_measuring_texts_are_not_training_texts():
-    asked = "\n".join(head_texts.requests(2000, 0))
-    for text in (text for texts in head_texts.HELD_OUT.values() for text in texts):
+    asked = "\n".join(training.requests(2000, 0))
+    for text in (text for texts in HELD_OUT.values() for text in texts):
         assert " ".join(text.split()[:4]) not in asked
 
 
@@ -352,7 +352,7 @@ def test_the_shipped_head_guesses_for_the_default_model(smollm2):
     """On requests it was not trained on: the tokens of plain decoding, in fewer steps."""
     llm = LLM(quant="int4", compile=True, num_blocks=200, threads=2, speculate="head")
     llm.engine.speculator.step = None
-    asked = [texts[0] for texts in head_texts.HELD_OUT.values()]
+    asked = [texts[0] for texts in HELD_OUT.values()]
     params, steps, answers = SamplingParams(temperature=0, max_tokens=32), [], []
     for side in (llm.engine.speculator, None):
         llm.engine.speculator, before = side, llm.scheduler.stats()["steps"]

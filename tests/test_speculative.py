@@ -205,8 +205,16 @@ def test_logprobs_stops_and_streams_are_those_of_plain_decoding(speculate):
 @pytest.mark.parametrize("speculate, rejection", (("copy", False), ("stranger", True)))
 def test_a_structured_answer_is_guessed_within_its_structure(speculate, rejection, jump):
     params = SamplingParams(temperature=0.8, seed=2, max_tokens=50, regex="((the|a) (cat|dog) sat, ){3}end")
-    engine = make_engine(speculate=speculate, rejection=rejection, jump_forward=jump)
-    prompts = prompts_of(4, 6)
+    engine, prompts = make_engine(speculate=speculate, rejection=rejection, jump_forward=jump), prompts_of(4, 6)
+    propose = engine.speculator.proposer.propose
+
+    def checked(answers, limits):
+        guesses = propose(answers, limits)
+        for answer, guess in zip(answers, guesses, strict=True):
+            assert not guess or len(answer.guess_probs) == rejection * len(guess), "one for each, if for any"
+        return guesses
+
+    engine.speculator.proposer.propose = checked
     for prompt, output in zip(prompts, run(engine, [(p, params) for p in prompts]), strict=True):
         answer = output.outputs[0]
         assert answer.finish_reason == "stop" and re.fullmatch(params.regex, answer.text)

@@ -1,4 +1,7 @@
-"""Measure a draft head beside n-grams and plain decoding, on requests that no training text begins with.
+"""Train a draft head; measure it beside n-grams and plain decoding, on requests that no training text begins with.
+
+    python speculative.py train --out head.safetensors
+    python speculative.py measure --speculate head:head.safetensors
 
 The problem. A head is worth what it saves on text it has never seen, on this machine, at this batch size; and a clock
 that drifts must not decide.
@@ -15,14 +18,20 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
+from dataclasses import asdict
+from pathlib import Path
 
 import kernels
 from drafting.budget import Speculator
-from drafting.texts import HELD_OUT
+from drafting.train import DATA, Settings, train
+from formats.command_line import as_command, value_of
 from generate import LLM
 from sampling import SamplingParams
 from speculative import NgramProposer
+
+HELD_OUT: dict[str, list[str]] = DATA["held_out"]  # requests by kind; subjects and tasks are none of the training's
 
 
 def measure(llm: LLM, sides: dict[str, Speculator | None], batch: int, tokens: int, rounds: int) -> list[dict]:
@@ -91,3 +100,49 @@ def run_measure(args: argparse.Namespace) -> None:
             row["answers"] = "same" if row["same"] else "DIFFER"
             line = "{kind:9}{batch:6}{speedup:9.2f}x{tokens_per_step:13.2f}{right:7.0%}  {answers:7}  {side}"
             print(line.format(**row), flush=True)
+
+
+def run_train(args: argparse.Namespace) -> None:
+    settings = Settings(**{name: getattr(args, name) for name in asdict(Settings())})
+    train(args.out, settings, lambda: LLM(settings.model, quant=settings.quant, compile=True, threads=args.threads))
+    print(f"{args.out}: {Path(args.out).stat().st_size / 1e6:.1f} MB")
+
+
+def a_head(text: str) -> str:
+    if text.partition(":")[0] != "head":
+        raise ValueError("head or head:<file>; n-grams are measured beside it anyway")
+    return text
+
+
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError("at least 1")
+    return int(text)
+
+
+@as_command
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("speculative.py", description="Train a draft head, and measure it.")
+    commands = parser.add_subparsers(required=True)
+    learn = commands.add_parser("train", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    learn.add_argument("--out", required=True, metavar="F", help="the file to write")
+    for name, value in asdict(Settings()).items():
+        learn.add_argument(f"--{name}", type=type(value), default=value)
+    look = commands.add_parser("measure", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    look.add_argument("--speculate", type=value_of(a_head), default="head", help="the head: head or head:<file>")
+    look.add_argument("--model", default="smollm2")
+    look.add_argument("--quant", default="int4")
+    asked = min(map(len, HELD_OUT.values()))
+    look.add_argument("--batch", type=int, choices=range(1, asked + 1), nargs="+", default=[1, 8], metavar="N")
+    look.add_argument("--tokens", type=value_of(positive), default=128, help="of an answer, at most")
+    look.add_argument("--rounds", type=value_of(positive), default=3)
+    for command, run in ((learn, run_train), (look, run_measure)):
+        command.add_argument("--threads", type=int, help="as many as there are processors")
+        command.set_defaults(run=run)
+    args = parser.parse_args(argv)
+    args.run(args)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
