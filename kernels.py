@@ -6,13 +6,11 @@ REFERENCE in this file (what it means), C++ (native/cpu.py) and, where the GPU i
 
     hidden ─┬─ int4_linear(norm) ── rope_write_kv ── paged_attention ── int4_linear(residual) ─┬─ ...
             └──────────────────────────────────────────────────────────────────────────────────┘
-        ... ─┬─ int4_linear(norm, silu_gate) ── int4_linear(residual) ─┬─ hidden
-             └─────────────────────────────────────────────────────────┘
 
-In the native backend the result of a row never depends on which other rows are in the call: one row and many rows add
-in the same order, and attention walks the keys in fixed tiles from position 0. That makes greedy decoding independent
-of batching, chunking and preemption bit for bit. Sources: paged attention, Kwon et al. 2023, section 4; online softmax,
-Milakov and Gimelshein 2018, Algorithm 3; SiLU-gated MLP, Shazeer 2020, section 2. Left out: gradients, dropout.
+In the native backend a row's result never depends on which other rows are in the call: sums have one order, attention
+walks the keys in fixed tiles from position 0. Greedy decoding is therefore bit for bit independent of batching,
+chunking and preemption. Sources: paged attention, Kwon et al. 2023, section 4; online softmax, Milakov and Gimelshein
+2018, Algorithm 3; SiLU-gated MLP, Shazeer 2020, section 2. Left out: gradients, dropout.
 """
 
 from __future__ import annotations

@@ -1,20 +1,18 @@
 """One decoder-only transformer over a flat run of tokens.
 
-A batch is seldom a rectangle: one request computes 300 prompt tokens while seven others compute one token each. So all
-tokens of a step lie end to end. Every linear layer and norm treats a token as a row and does not care whose it is; only
-attention is told of sequences (selective batching: Orca, Yu et al. 2022, section 4.2).
+One request computes 300 prompt tokens while seven others compute one each. So all tokens of a step lie end to end:
+every linear layer and norm treats a token as a row and does not care whose it is, and only attention is told of
+sequences (selective batching: Orca, Yu et al. 2022, section 4.2).
 
     tokens      [ A A A A A | B | C ]          T = 7 rows, three sequences in one run
     query_start [ 0           5   6   7 ]      sequence s owns rows query_start[s] : query_start[s + 1]
     positions   [ 0 1 2 3 4 | 9 | 31 ]         A is prefilling its prompt, B and C decode
-    slots       where each row's key and value go in the paged cache
 
     x ─┬─ norm·qkv ── rope + cache write ── attention ── o ─(+)─┬─ norm·gate,up·silu ── down ─(+)─ x
        └─────────────────────────────────────────────────┘     └──────────────────────────────┘
 
-Fusing is an option of each call (`norm`, `residual`), so a family that puts something between takes the same parts and
-leaves the option out: see `Gemma3Layer`. What a family's files say is in formats/families.py. Left out: encoders,
-mixtures of experts, latent attention, dropout, gradients.
+Fusing is an option of each call, so a family that puts something between leaves it out: see `Gemma3Layer`. What a
+family's files say is in formats/families.py. Left out: encoders, mixtures of experts, latent attention, gradients.
 """
 
 from __future__ import annotations
@@ -49,11 +47,8 @@ class Batch:
 
 
 def padding_batch(rows: int, device: str | torch.device, max_blocks: int = 2) -> Batch:
-    """Sequences of one token each that only touch block 0: for static buffers, and for measuring.
-
-    Laid out as engine.lay_out does, or a compiled layer would be compiled once more for it: views
-    of one tensor, and at least two sequences, of which the second may be empty.
-    """
+    """Sequences of one token each that only touch block 0: for static buffers, and for measuring."""
+    # As engine.lay_out does it, or layers would be compiled once more: views of one tensor, two sequences at least.
     sequences = torch.arange(max(rows, 2) + 1, dtype=torch.int32, device=device)
     tokens, positions, slot_mapping = torch.zeros(3, rows, dtype=torch.int64, device=device).unbind()
     block_tables = torch.zeros(max(rows, 2), max_blocks, dtype=torch.int32, device=device)

@@ -8,15 +8,10 @@ them stores its range in 16 bits, and each weight as a small integer inside that
     int8    w ~ q * scale          q in -127..127,   scale fp32, one for each output channel (a row of W)
     int8    w ~ q * scale          q in -128..127,   scale fp16, one for each 32 weights (what a Q8_0 file holds)
 
-    checkpoint      q_proj [576, 576] Q4_1    k_proj [192, 576] Q4_1    v_proj [192, 576] F32
-                          | adopted                 | adopted                 | quantised
-    QuantRows        [576, ...]                [192, ...]                [192, ...]
-                          +-------------------------+-------------------------+
-    PackedLinear     qkv: [960, 576], repacked into the tiles that the kernels read
+    tensors or GGUF blocks ──► QuantRows (quantised, or adopted as they are) ──► one fused PackedLinear in kernel tiles
 
 Sources: Dettmers et al. 2022, LLM.int8(), arXiv:2208.07339, section 2; Yao et al. 2022, ZeroQuant, arXiv:2206.01861,
-section 4.1; llama.cpp's Q4_0, Q4_1, Q8_0. Left out: anything that looks at activations (GPTQ, AWQ), clipping a group's
-range, mixed precision. `python quantize.py --model M --quant int4 --out DIR` writes a folder.
+section 4.1; llama.cpp's Q4_0, Q4_1, Q8_0. Left out: whatever looks at activations (GPTQ, AWQ), mixed precision.
 """
 
 from __future__ import annotations
@@ -313,9 +308,7 @@ class Linear(nn.Module):
 
 
 class StoredLinear(Linear):
-    """Under a scheme without a kernel: holds the parts, and dequantises them for every product, in pieces if large."""
-
-    PIECE = 1 << 22  # weights dequantised at a time
+    """Under a scheme without a kernel: holds the parts, and dequantises them for every product."""
 
     def __init__(self, rows: QuantRows, bias: Tensor | None = None):
         nn.Module.__init__(self)
@@ -329,10 +322,7 @@ class StoredLinear(Linear):
         return self.scheme.dequantize({name: getattr(self, name)[ids] for name in self.names}, self.in_features)
 
     def product(self, x: Tensor) -> Tensor:
-        step = max(1, self.PIECE // self.in_features)
-        pieces = [self.lookup(slice(at, at + step)).to(x.dtype) for at in range(0, self.out_features, step)]
-        y = torch.cat([F.linear(x, w) for w in pieces], dim=-1)
-        return y if self.bias is None else y + self.bias
+        return F.linear(x, self.lookup(slice(None)).to(x.dtype), self.bias)
 
 
 class PackedLinear(Linear):

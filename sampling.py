@@ -10,9 +10,8 @@ would have got alone. So every row walks the same line of rules (`RULES`) on its
     weights  |     5     | 2 |1|        8        |       laid end to end, 16 in all
     token          0       1  2         3                u = 0.46 -> 0.46 * 16 = 7.36 -> token 2
 
-Sources: Holtzman et al. 2020 (top_p); Nguyen et al. 2024 (min_p); Meister et al. 2022 (arXiv:2202.00666, typical_p);
-Keskar et al. 2019 (repetition penalty); Salmon et al. 2011 (random numbers from counters).
-Left out: eta, mirostat and no-repeat-ngram sampling; a fused draw on the GPU (rows are drawn one by one).
+Sources: Holtzman et al. 2020 (top_p); Nguyen et al. 2024 (min_p); Keskar et al. 2019 (repetition penalty); Salmon et
+al. 2011 (random numbers from counters). Left out: eta and mirostat; a fused draw on the GPU, which draws row by row.
 """
 
 import copy
