@@ -1,22 +1,18 @@
 """Structured output: a regex, a JSON schema or a grammar becomes, at every step, the set of tokens that may come next.
 
-A model asked for JSON gives JSON most of the time. To be certain, every token after which the text could no longer be
-completed is taken away before each draw. For a regular language, all that matters of the text so far is one state of an
-automaton (automata.py). The tokens form a trie; stepping the automaton over it tells for all of them where they lead:
+Every token after which the text could no longer be completed is taken away before each draw. For a regular language,
+all that matters of the text so far is one state of an automaton (automata.py). The tokens form a trie; stepping the
+automaton over it tells for all of them where they lead:
 
       state 7, expecting   (true|null)          trie level 1     level 2      level 3 ...
       "t" "n" "tr" "true" "nul" "x" ...         t->8  n->9  x->dead
                                                        tr->10  nu->11 ...
       mask(7)  = 1 for t, tr, true, n, nul, null; 0 for the rest; end-of-sequence is 1 only where the text may end.
 
-The mask depends on the state only and is kept. JSON Schema and context-free grammars need a stack instead of a state,
-and have a library for it (llguidance). Both are matchers with the same methods, and a `Guide` walks one for an answer.
+JSON Schema and context-free grammars need a stack instead of a state: llguidance has it, behind the same methods. Where
+only one text can follow (`"name": "` in most schemas) its tokens are appended without sampling (jump-forward).
 
-Where only one continuation exists (`"name": "` in most schemas) nothing is sampled: the tokens of the forced bytes are
-appended and computed in one step, like a prompt (jump-forward).
-
-Sources: Willard and Louf, Efficient Guided Generation for Large Language Models (2023), section 3; Zheng et al., SGLang
-(2024), section 4. Left out: masks on the accelerator, and masks computed beside the model's step.
+Sources: Willard and Louf (2023), section 3; Zheng et al., SGLang (2024), section 4. Left out: masks on the accelerator.
 """
 
 from __future__ import annotations
@@ -77,6 +73,7 @@ class TokenTrie:
 
     def __init__(self, vocab: Sequence[bytes]) -> None:
         self.vocab = list(vocab)
+        self.single_bytes = {piece[0] for piece in self.vocab if len(piece) == 1}
         self.writes = np.array([bool(piece) for piece in self.vocab])  # bool [V]
         self.order = np.array(sorted(np.flatnonzero(self.writes).tolist(), key=self.vocab.__getitem__), np.int64)
         length = np.array([len(self.vocab[i]) for i in self.order], np.int64)  # [tokens]
@@ -97,7 +94,6 @@ class TokenTrie:
             total += int(new.sum())
             alive = alive[length[alive] > len(self.levels)]
         self.num_nodes = total
-        self.single_bytes = {piece[0] for piece in self.vocab if len(piece) == 1}
         self.id_of = {self.vocab[i]: i for i in self.order.tolist()}
 
     @classmethod
@@ -136,29 +132,23 @@ class TokenAutomaton:
     def __init__(self, dfa: Dfa, trie: TokenTrie, cache: ByteCache) -> None:
         self.dfa, self.trie, self.cache = dfa, trie, cache
         self.number = next(self._numbers)  # names its masks in the cache, without keeping it there itself
-        bytes_of_class = np.bincount(dfa.byte_class, minlength=dfa.table.shape[1])
-        leaving = (dfa.table != DEAD) @ bytes_of_class  # [states] how many different bytes may come next
-        first = np.array([np.flatnonzero(dfa.byte_class == c)[0] for c in range(dfa.table.shape[1])])
-        only = first[(dfa.table != DEAD).argmax(1)]
-        self.only_byte = np.where((leaving == 1) & ~dfa.accepting, only, -1).astype(np.int16)  # [states]
-        self.can_finish = self._finishing()  # bool [states]
+        live = (dfa.table != DEAD)[:, dfa.byte_class]  # [states, 256] which bytes may come next
+        self.only_byte = np.where((live.sum(1) == 1) & ~dfa.accepting, live.argmax(1), -1)  # [states]
+        # Every state can finish by bytes, and so by tokens where each byte is a token.
+        self.lacks_bytes = bool(live[:, sorted(set(range(256)) - trie.single_bytes)].any())
+        self.can_finish = self._finishing() if self.lacks_bytes else np.arange(len(live)) != DEAD  # bool [states]
         if not self.can_finish[START]:
             raise GrammarError("this vocabulary cannot write any text that the constraint allows: it lacks bytes")
 
     def allowed(self, state: int) -> np.ndarray:
         """bool [V]: the tokens that leave the automaton in a state from which the vocabulary can still finish."""
-
-        def make() -> tuple[np.ndarray, int]:
-            bits = np.packbits(self.can_finish[self._after_tokens(state)])
-            return bits, bits.nbytes + 256
-
-        bits = self.cache.get((self.number, state), make)
-        return np.unpackbits(bits, count=len(self.trie.vocab)).view(bool)
+        size = len(self.trie.vocab)
+        make = lambda: (np.packbits(self.can_finish[self._after_tokens(state)]), size // 8 + 256)  # noqa: E731
+        return np.unpackbits(self.cache.get((self.number, state), make), count=size).view(bool)
 
     def _after_tokens(self, state: int) -> np.ndarray:
         """int32 [V]: the state in which each token would leave the automaton."""
-        width = self.dfa.table.shape[1]
-        table = self.dfa.table.reshape(-1)
+        width, table = self.dfa.table.shape[1], self.dfa.table.reshape(-1)
         reached = np.zeros(self.trie.num_nodes, np.int32)
         above, first = np.array([state], np.int32), 1
         for parent, byte in self.trie.levels:
@@ -170,27 +160,16 @@ class TokenAutomaton:
         return reached[self.trie.end_node]
 
     def _finishing(self) -> np.ndarray:
-        """bool [states]: from where the tokens at hand can reach acceptance. DEAD is False.
-
-        Every state can by bytes, and so by tokens where each byte is a token. Other vocabularies are worked out."""
-        table, count = self.dfa.table, len(self.dfa.table)
-        needed = {b for b in range(256) if table[:, self.dfa.byte_class[b]].any()}
-        self.lacks_bytes = not needed <= self.trie.single_bytes
-        if not self.lacks_bytes:
-            return np.arange(count) != DEAD
-        single = table[:, self.dfa.byte_class[sorted(needed & self.trie.single_bytes)]]  # steps of one-byte tokens
-        good = self.dfa.accepting.copy()
-        while ((more := good | good[single].any(1)) != good).any():
-            good = more
-        doubtful = [state for state in range(START, count) if not good[state]]  # these need a token of several bytes
-        if len(doubtful) > UNSURE_STATES:
+        """From where the tokens at hand can reach acceptance, worked out for each state of a small automaton."""
+        states, good = range(START, len(self.dfa.table)), self.dfa.accepting.copy()
+        if len(states) > UNSURE_STATES:
             raise GrammarError(
-                f"the vocabulary lacks single-byte tokens that {len(doubtful)} states of the constraint need, more than"
+                f"the vocabulary lacks single-byte tokens, and the constraint has {len(states)} states, more than"
                 f" {UNSURE_STATES}; use a simpler constraint or a byte-level tokenizer"
             )
-        after = {state: np.unique(self._after_tokens(state)) for state in doubtful}
-        while rescued := [state for state in doubtful if not good[state] and good[after[state]].any()]:
-            good[rescued] = True
+        after = {state: np.unique(self._after_tokens(state)) for state in states}
+        while more := [state for state in states if not good[state] and good[after[state]].any()]:
+            good[more] = True
         return good
 
 
@@ -221,9 +200,8 @@ class AutomatonMatcher:
     @property
     def is_complete(self) -> bool:
         """The text may end and nothing may be added."""
-        automaton = self.automaton
-        ends = not automaton.dfa.table[self.state].any() or automaton.lacks_bytes and not self.allowed().any()
-        return self.may_end and ends
+        further = self.automaton.dfa.table[self.state].any()
+        return self.may_end and not (further and (not self.automaton.lacks_bytes or self.allowed().any()))
 
     def forced_bytes(self) -> bytes:
         """What must come next: as long as the text may not end and only one byte continues it."""
@@ -280,12 +258,8 @@ class Guides:
 class Guide:
     """One answer's walk. It moves when a token is accepted, so nothing ever has to be undone:
 
-    mask() ─> sample ─> accepted token ─> commit() ─> is_complete: nothing may follow, the answer ends
-                                                  └─> forced: tokens that follow without being drawn
-
-    Forced tokens are appended as guesses are (speculative.py) and committed when they have been computed. Which they
-    are depends on the text alone, never on who else is running. An answer ends as soon as its text is complete,
-    without waiting for an end-of-sequence token or min_tokens.
+    mask() ─> sample ─> accepted token ─> commit() ─> is_complete: nothing may follow, the answer ends at once
+                                                  └─> forced: tokens appended as guesses are, committed when computed
     """
 
     def __init__(self, guides: Guides, matcher: AutomatonMatcher | GrammarMatcher, params: SamplingParams, tail: list):
@@ -306,7 +280,6 @@ class Guide:
 
     @property
     def is_complete(self) -> bool:
-        """Nothing may follow any more."""
         return self.matcher.is_complete
 
     def completes(self, token: int) -> bool:
@@ -355,23 +328,21 @@ class Guide:
         """Tokens that may be appended without sampling: those that the tokenizer itself would write.
 
         The forced run is encoded with the text before it and with several texts that may follow, and kept as far as all
-        agree. Nothing is kept of a run that begins inside a character, or that the tokenizer joins with the text before
-        it: then one token is drawn, and the next call goes on from there.
+        agree; nothing of a run that begins inside a character, or whose first token holds some of the text before it.
         """
         forced = self.matcher.forced_bytes()
         run = forced[:MAX_RUN]
         if not run or run[0] & 0xC0 == 0x80:
             return []
         sure = run.decode("utf-8", errors="ignore")  # a character cut off at the end is left out
-        cut_off = len(sure.encode()) < len(forced)
-        before = self.guides.tokenizer.decode(self.tail)
-        begin, end = len(before.encode()), len(before.encode()) + len(sure.encode())
+        before, cut_off = self.guides.tokenizer.decode(self.tail), len(sure.encode()) < len(forced)
+        begin, end = len(before.encode()), len((before + sure).encode())
         encodings = []
         for more in [""] if cut_off else self._continuations(run):
             text = before + sure + more
             encodings.append(self.guides.trie.within(self.guides.encode(text), text.encode(), begin, end))
         agreed = os.path.commonprefix(encodings)  # of lists as of texts
-        agreed = agreed[:-1] if cut_off else agreed
+        agreed = agreed[:-1] if cut_off else agreed  # what is cut off may be written with the last one
         return agreed if len(self.trim(agreed)) == len(agreed) else []
 
     def _continuations(self, run: bytes) -> list[str]:
