@@ -28,6 +28,14 @@ from serving.app import Server, build_app
 from serving.service import Limits
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+NUMBERS = (  # flag, type, default, least, most, its unit, help
+    ("port", int, 8000, 0, 65535, None, "0 takes a free one"),
+    ("max-queue", int, 1024, 0, 10**9, "N", "requests that may wait, per model"),
+    ("max-body", int, Limits.max_body, 1, 10**12, "BYTES", "of a request"),
+    ("max-choices", int, Limits.max_choices, 1, 10**9, "N", "answers per request"),
+    ("stall", float, Limits.stall_seconds, 1e-3, 1e9, "S", "for clients who stop reading, or sending"),
+    ("drain", float, 30.0, 0, 1e9, "S", "for open requests at the end"),
+)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -35,25 +43,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("serve.py", description=about, allow_abbrev=False)
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 is everywhere (set a key)")
-    group.add_argument("--port", type=int, default=8000)
-    group.add_argument(
-        "--api-key", default=os.environ.get("VITRINE_API_KEY") or None, metavar="KEY", help="or $VITRINE_API_KEY"
-    )
-    group.add_argument(
-        "--cors-origin", action="append", default=[], metavar="ORIGIN", help="allow pages of this origin"
-    )
-    group.add_argument("--max-queue", type=int, default=1024, metavar="N", help="requests that may wait, per model")
-    group.add_argument("--max-body", type=int, default=Limits.max_body, metavar="BYTES")
-    group.add_argument("--max-choices", type=int, default=Limits.max_choices, metavar="N", help="answers per request")
-    group.add_argument(
-        "--stall",
-        type=float,
-        default=Limits.stall_seconds,
-        metavar="S",
-        help="for clients who stop reading, or sending",
-    )
-    group.add_argument("--drain", type=float, default=30.0, metavar="S", help="for open requests at the end")
+    key = os.environ.get("VITRINE_API_KEY") or None
+    group.add_argument("--api-key", default=key, metavar="KEY", help="or $VITRINE_API_KEY, which nobody else sees")
+    cors = "allow pages of this origin"
+    group.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help=cors)
     group.add_argument("--log-prompts", action="store_true", help="write prompts and answers to the log")
+    for flag, kind, default, _, _, unit, meaning in NUMBERS:
+        group.add_argument(f"--{flag}", type=kind, default=default, metavar=unit, help=meaning)
     add_engine_flags(parser)
     several = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # the one flag that means more here
     several.add_argument("--model", action="append")
@@ -61,16 +57,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(rest)
     refuse_unused(given(parser, rest, args), *engine_rules(args))
     args.models = named.model or [args.model]
-    if not args.stall > 0:
-        parser.error(f"--stall must be more than 0, got {args.stall}")
-    for name, most in (("port", 65535), ("max_queue", 1e9), ("drain", 1e9)):
-        if not 0 <= getattr(args, name) <= most:  # (a NaN is not)
-            parser.error(f"--{name.replace('_', '-')} must be from 0 to {most:,.0f}, got {getattr(args, name)}")
+    for flag, _, _, least, most, _, _ in NUMBERS:
+        value = getattr(args, flag.replace("-", "_"))
+        if not least <= value <= most:  # (a NaN is not)
+            parser.error(f"--{flag} must be from {least:,} to {most:,}, got {value}")
     if args.api_key is not None and (not args.api_key or args.api_key != args.api_key.strip()):
         parser.error("--api-key must not be empty, nor begin or end with a space: no client could send it")
-    for name in ("max_body", "max_choices"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     return args
 
 
@@ -95,8 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     models = {}
     for name, model in named_models(args.models).items():
         models[name] = LLM(**(engine_arguments(args) | {"model": model}), quiet=False)
-    limits = Limits(args.max_body, args.max_choices, args.stall)
-    local = args.host in LOOPBACK
+    limits, local = Limits(args.max_body, args.max_choices, args.stall), args.host in LOOPBACK
     app = build_app(models, limits, args.max_queue, args.api_key, tuple(args.cors_origin), args.log_prompts, local)
     if not local and not args.api_key:
         warn(f"warning: {args.host} can be reached from outside, and there is no --api-key")

@@ -1,15 +1,11 @@
 """The application: protocols, status and page around one engine thread, and a server that ends cleanly.
 
-The problem. Between an engine and something that people can use stand addresses, keys, limits, and an end in which no
-open request is lost without a word.
-
-The idea. This file only puts together what the others do:
-
-    LLMs ─► EngineThread ─► Service ─┬─► openai_routes   /v1/... /tokenize /detokenize
-                     │               └─► ollama_routes   /api/...
+    LLMs ─► EngineThread ─► Service ─┬─► openai_routes     /v1/... /tokenize /detokenize
+                     │               ├─► responses_routes  /v1/responses
+                     │               └─► ollama_routes     /api/...
                      ├─► metrics     /metrics /health
                      └─► Live        / and /live/events
-    around all: CORS (only if asked), the key (if set, else this machine's names only), BodyLimit
+    around all: CORS (only if asked), Guard (the key if set, else this machine's names only; the size of the body)
 
 SIGTERM or Ctrl-C closes the port; new requests on open connections get 503, what runs or waits goes on for --drain
 seconds, and what is left then ends with an error that says so. Left out: several processes (a balancer reads /health).
@@ -18,6 +14,8 @@ seconds, and what is left then ends with an error that says so. Left out: severa
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
@@ -33,7 +31,16 @@ from starlette.middleware.cors import CORSMiddleware
 
 from generate import LLM
 from serving.engine_thread import EngineThread
-from serving.guard import ApiError, BodyLimit, EventStream, Gate, HeaderLimit, local_only, needs_key, on_error
+from serving.guard import (
+    ApiError,
+    EventStream,
+    Guard,
+    HeaderLimit,
+    descriptor_warning,
+    local_only,
+    needs_key,
+    on_error,
+)
 from serving.live import Live
 from serving.ollama_api import ollama_routes
 from serving.openai_api import openai_routes
@@ -41,7 +48,13 @@ from serving.responses_api import responses_routes
 from serving.service import Limits, Service
 
 PAGE = Path(__file__).with_name("live.html")
+# The page is one file: its own script and style, and no connection but to this server.
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 LAST_WORDS_S = 2.0  # after the drain: time for errors to reach their clients
+SPARE_DESCRIPTORS = 16  # for files; all others are for connections
 
 
 def build_app(
@@ -63,21 +76,17 @@ def build_app(
         engine.start()
         yield
         await engine.stop()
-        service.helpers.shutdown(wait=False, cancel_futures=True)
+        service.close()
 
     app = FastAPI(title="vitrine", description="An LLM engine under glass.", lifespan=lifespan, redoc_url=None)
     app.state.engine, app.state.service, app.state.live = engine, service, live
-    app.include_router(openai_routes(service))
-    app.include_router(responses_routes(service))
-    app.include_router(ollama_routes(service))
+    for routes in (openai_routes, responses_routes, ollama_routes):
+        app.include_router(routes(service))
     add_status_routes(app, service, live)
     for kind in (ApiError, ValueError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, on_error)
-    app.add_middleware(BodyLimit, limit=limits.max_body, patience=limits.stall_seconds)
-    if api_key:
-        app.add_middleware(Gate, check=needs_key(api_key))
-    elif local:
-        app.add_middleware(Gate, check=local_only)
+    check = needs_key(api_key) if api_key else local_only if local else None
+    app.add_middleware(Guard, limit=limits.max_body, patience=limits.stall_seconds, check=check)
     if cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -101,8 +110,7 @@ def add_status_routes(app: FastAPI, service: Service, live: Live) -> None:
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> PlainTextResponse:
-        """Counts and histograms as Prometheus reads them."""
-        engine.metrics.stats = await engine.call(lambda: {s.name: s.llm.stats() for s in engine.models.values()})
+        """Counts and histograms as Prometheus reads them, as of the last finished step."""
         return PlainTextResponse(generate_latest(engine.metrics.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     @app.get("/live/events", response_model=None)
@@ -116,18 +124,13 @@ def add_status_routes(app: FastAPI, service: Service, live: Live) -> None:
         return FileResponse(PAGE, headers={"Cache-Control": "no-cache", "Content-Security-Policy": POLICY})
 
 
-# The page is one file: its own script and style, and no connection but to this server.
-POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-
-
 class Server(uvicorn.Server):
     """uvicorn's server with an end that drains, and that a signal does not turn into a crash."""
 
     def __init__(self, app: FastAPI, host: str, port: int, drain: float, announce: Callable[[str], None]):
         self.app, self.drain, self.announce = app, drain, announce
+        free = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/dev/fd")) - SPARE_DESCRIPTORS
+        patience = app.state.service.limits.stall_seconds
         config = uvicorn.Config(
             app,
             host,
@@ -136,7 +139,7 @@ class Server(uvicorn.Server):
             access_log=False,
             timeout_graceful_shutdown=int(drain + LAST_WORDS_S) + 1,
             timeout_keep_alive=30,
-            http=partial(HeaderLimit, patience=app.state.service.limits.stall_seconds),
+            http=partial(HeaderLimit, patience=patience, most=max(1, free)),
         )
         super().__init__(config)
 
@@ -148,20 +151,20 @@ class Server(uvicorn.Server):
             self._captured_signals.clear()
 
     async def startup(self, sockets=None) -> None:
+        asyncio.get_running_loop().set_exception_handler(descriptor_warning())
         await super().startup(sockets)
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             self.announce(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
     async def shutdown(self, sockets=None) -> None:
-        state = self.app.state
-        state.engine.draining = True
-        state.live.closing = True
-        deadline = asyncio.get_running_loop().call_later(self.drain, self._end_all)
+        engine, reason = (
+            self.app.state.engine,
+            f"the server is shutting down and the answer took longer than {self.drain} s",
+        )
+        engine.draining = self.app.state.live.closing = True
+        deadline = asyncio.get_running_loop().call_later(self.drain, engine.abort_all, reason)
         try:
             await super().shutdown(sockets)
         finally:
             deadline.cancel()
-
-    def _end_all(self) -> None:
-        self.app.state.engine.abort_all(f"the server is shutting down and the answer took longer than {self.drain} s")

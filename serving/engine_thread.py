@@ -1,8 +1,7 @@
 """One thread runs the engine; everybody else sends it messages.
 
 The problem. A server has hundreds of clients that come, read slowly, and leave when they like. An engine has one batch
-and must never wait for any of them. Locks around the engine would make a step wait for a client and a client for a
-step, and would leave open which of two requests came first.
+and must never wait for any of them, not even for a lock.
 
 The idea. The engine belongs to one thread. Messages are functions in a queue, run between two steps. What a step
 produced goes to the event loop in one delivery, which appends it to the unread deltas of the jobs it is for.
@@ -13,14 +12,13 @@ produced goes to the event loop in one delivery, which appends it to the unread 
       Job: unread deltas   ◄── one delivery ◄──────── deltas of the step
            └─► read() takes everything unread at once, merged: a slow reader gets fewer, longer pieces
 
-Source: the shape is that of vLLM's AsyncLLMEngine (Kwon et al. 2023, section 5), with a thread in place of a process.
-Left out: a process for the engine, which would not share the interpreter lock with the event loop.
+Source: vLLM's AsyncLLMEngine (Kwon et al. 2023, section 5). Left out: a process for the engine, which would not share
+the interpreter lock with the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import math
 import queue
@@ -38,6 +36,7 @@ from serving.guard import ApiError
 from serving.metrics import Metrics
 
 log = logging.getLogger("vitrine")
+QUIET_S = 3.0  # a reader is told when nothing came for so long
 
 
 def merged(parts: list[Delta]) -> Delta:
@@ -61,11 +60,9 @@ class Served:
     broken: str | None = None
     seconds: float = 1.0  # what a request took lately, smoothed: for Retry-After
 
-    @functools.cached_property
-    def longest_token(self) -> int:
-        """Bytes of the token that stands for most."""
+    def __post_init__(self):
         tokenizer = self.llm.tokenizer
-        return max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size))
+        self.longest_token = max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size))  # bytes
 
     def retry_after(self) -> int:
         """Seconds until the open requests will have gone through the batch, by the latest pace."""
@@ -89,8 +86,10 @@ class Job:
         self._news = asyncio.Event()
 
     async def read(self) -> list[Delta]:
-        """What is new, one delta for each answer that has news; [] when there will be nothing more."""
+        """What is new, one delta for each answer that has news; [] after QUIET_S without any, or when it has ended."""
+        alarm = asyncio.get_running_loop().call_later(QUIET_S, self._news.set)
         await self._news.wait()
+        alarm.cancel()
         if not self.ended.is_set():  # after the end, another call returns [] at once
             self._news.clear()
         unread, self._unread = self._unread, []
@@ -127,6 +126,7 @@ class EngineThread:
     def start(self) -> None:
         """Begin to work, delivering to the running event loop."""
         self._loop = asyncio.get_running_loop()
+        self.metrics.stats = {name: served.llm.stats() for name, served in self.models.items()}
         self._thread.start()
 
     @property
@@ -290,6 +290,7 @@ class EngineThread:
                 self.metrics.close(served.name, request)
                 served.seconds += 0.1 * (now - request.arrival - served.seconds)
             deliveries.append((job, group, int(request.finished)))
+        self.metrics.stats[served.name] = served.llm.stats()
         if deliveries:
             self._deliver(deliveries)
 

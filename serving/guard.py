@@ -3,27 +3,25 @@
 The problem. Whatever a stranger sends must cost little and end in a clear answer: fifty megabytes of body, JSON that is
 none, a wrong key, a reader who stops reading. A framework's own answers are plain texts that echo the input.
 
-The idea. Small layers, each with one duty, outermost first; all but HeaderLimit are ASGI's:
-
-    socket ─► HeaderLimit: 408 ─► Gate: 401 no key     ─► BodyLimit: 413 ─► routes: 400 404 429 503 ─► EventStream
-              until they are      or 403 another host      408 while it      ApiError, in the shape     stops when the
-              there; CORS behind                           arrives           of the API that is called  client leaves
+    socket ─► HeaderLimit: 408 ─► Guard: 401 no key, 403 another host, ─► routes: 400 404 429 503 ─► EventStream
+              until they are            413 and 408 for the body           ApiError, in the shape     stops when the
+              there; CORS behind                                           of the API that is called  client leaves
 
 A web page of another origin cannot use a server on loopback: a body must be declared as JSON, which a browser sends to
 another origin only after a preflight, and that is answered only for the origins of --cors-origin. Programs, which send
-no Origin, need not declare theirs.
-
-Source: OpenAI's API reference, "Error codes"; the ASGI specification. Left out: TLS, rates per client, and a bound on
-the time that a body which trickles in may take to arrive (put a proxy in front).
+no Origin, need not declare theirs. Source: OpenAI's API reference, "Error codes". Left out: TLS, rates per client, and
+a bound on the time that a body which trickles in may take (put a proxy in front).
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import hmac
 import ipaddress
 import json
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from urllib.parse import urlsplit
@@ -36,7 +34,10 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+log = logging.getLogger("vitrine")
+
 LONGEST_MESSAGE = 2000  # characters of an error message
+MOST_CONTAINERS = 100_000  # lists and objects in a body: each takes a hundred times the memory of its two characters
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 OPEN_PATHS = ("/", "/health")  # no key needed: a static page, and whether the server is up
 
@@ -106,37 +107,37 @@ async def on_error(request: Request, error: Exception) -> JSONResponse:
 class HeaderLimit(AutoHTTPProtocol):
     """A connection to uvicorn that ends unless a request's headers are whole `patience` seconds after they began.
 
-    uvicorn itself bounds only the silence between two requests. So the clock runs from the connection's first moment,
-    and from whatever arrives behind an answer. That may also be the rest of a body that was refused: a client that is
-    still sending has so long to read why, since closing at once would take the answer from it.
+    uvicorn itself bounds only the silence between two requests. The clock also runs while the rest of a refused body
+    arrives: a client that is still sending has so long to read why; closing at once would take the answer from it.
+    A connection beyond the `most` that there are file descriptors for ends at once.
     """
 
-    def __init__(self, *args, patience: float, **kwargs):
+    def __init__(self, *args, patience: float, most: int, **kwargs):
         super().__init__(*args, **kwargs)
-        self.patience, self.deadline = patience, None
+        self.patience, self.most, self.deadline = patience, most, None
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
-        self._set_clock()
+        self._watch()
+        if len(self.connections) > self.most:
+            self.loop.call_exception_handler({"exception": OSError(errno.EMFILE, "")})
+            transport.abort()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._set_clock()
+        self._watch()
 
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
-        self._stop_clock()
+        self._watch(closed=True)
 
-    def _set_clock(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._stop_clock()  # a request is being answered
+    def _watch(self, closed: bool = False) -> None:
+        if closed or (self.cycle is not None and not self.cycle.response_complete):  # a request is being answered
+            if self.deadline is not None:
+                self.deadline.cancel()
+            self.deadline = None
         elif self.deadline is None:
             self.deadline = self.loop.call_later(self.patience, self._give_up)
-
-    def _stop_clock(self) -> None:
-        if self.deadline is not None:
-            self.deadline.cancel()
-            self.deadline = None
 
     def _give_up(self) -> None:
         if self.cycle is None and not self.transport.is_closing():  # else a client might take it for another's answer
@@ -147,37 +148,89 @@ class HeaderLimit(AutoHTTPProtocol):
         self.transport.close()
 
 
-class Gate:
-    """Answers a request with the error that `check` finds in its path and headers, before any of its body is read.
+def descriptor_warning() -> Callable[[asyncio.AbstractEventLoop, dict], None]:
+    """A handler of the event loop's exceptions that logs a line a minute where asyncio prints thousands of tracebacks a
+    second: one for each time that it has no file descriptor for a connection."""
+    told = -60.0
 
-    (A dependency of FastAPI's, such as HTTPBearer, runs only after the body was read and parsed, and not for /docs.)
+    def handle(loop: asyncio.AbstractEventLoop, context: dict) -> None:
+        nonlocal told
+        if getattr(context.get("exception"), "errno", None) not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif loop.time() >= told + 60:
+            told = loop.time()
+            log.error("out of file descriptors: new connections are closed until others end; raise `ulimit -n`")
+
+    return handle
+
+
+class Guard:
+    """Lets a request through whose path and headers pass `check`, and whose body is at most `limit` bytes.
+
+    The check comes before any of the body is read (a dependency of FastAPI's would run after it was parsed). A body
+    that pauses for `patience` seconds while it arrives is refused: it holds a connection and its memory.
     """
 
-    def __init__(self, app, check: Callable[[str, Headers], ApiError | None]):
-        self.app, self.check = app, check
+    def __init__(self, app, limit: int, patience: float, check: Callable[[str, Headers], None] | None):
+        self.app, self.limit, self.patience, self.check = app, limit, patience, check
 
     async def __call__(self, scope, receive, send) -> None:
-        error = self.check(scope["path"], Headers(scope=scope)) if scope["type"] == "http" else None
-        await (self.app if error is None else error_response(scope["path"], error))(scope, receive, send)
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        headers = Headers(scope=scope)
+        try:
+            if self.check is not None:
+                self.check(scope["path"], headers)
+            body = await self._read(receive, headers.get("content-length", ""))
+        except ApiError as error:
+            return await error_response(scope["path"], error)(scope, receive, send)
+        if "content-type" not in headers and "origin" not in headers:
+            scope = scope | {"headers": [*scope["headers"], (b"content-type", b"application/json")]}
+        messages = iter([{"type": "http.request", "body": body}])
+
+        async def replayed():
+            return next(messages, None) or await receive()
+
+        await self.app(scope, replayed, send)
+
+    async def _read(self, receive, declared: str) -> bytes:
+        """The body. One that is too long is refused at once if its length is declared, else as soon as it is."""
+        body, more, too_long = bytearray(), True, declared.isdigit() and int(declared[:19]) > self.limit
+        while more and not too_long:
+            part = asyncio.ensure_future(receive())
+            # (asyncio.wait and not wait_for, which before Python 3.12 can swallow a cancellation.)
+            if not (await asyncio.wait([part], timeout=self.patience))[0]:
+                part.cancel()
+                message = f"nothing more of the body arrived for {self.patience} s: send it again"
+                raise ApiError(408, message, Connection="close")  # not kept for the rest of the body
+            body += part.result().get("body", b"")
+            more, too_long = part.result().get("more_body", False), len(body) > self.limit
+        if too_long:
+            remedy = "send less, or start the server with a larger --max-body"
+            raise ApiError(413, f"the body is longer than {self.limit} bytes; {remedy}")
+        if body.count(b"{") + body.count(b"[") > MOST_CONTAINERS:
+            raise ApiError(
+                400, f"the body has more than {MOST_CONTAINERS} opening brackets; send fewer lists or objects"
+            )
+        return bytes(body)
 
 
-def needs_key(key: str) -> Callable[[str, Headers], ApiError | None]:
+def needs_key(key: str) -> Callable[[str, Headers], None]:
     """The check for `Authorization: Bearer KEY`. Digests are compared, in constant time."""
     digest = hashlib.sha256(key.encode()).digest()
 
-    def check(path: str, headers: Headers) -> ApiError | None:
+    def check(path: str, headers: Headers) -> None:
         several = headers.getlist("authorization")
         scheme, _, sent = (several[0] if len(several) == 1 else "").encode("latin-1").partition(b" ")
         right = hmac.compare_digest(hashlib.sha256(sent.strip()).digest(), digest)
-        if path in OPEN_PATHS or (scheme.lower() == b"bearer" and right):
-            return None
-        message = "this server needs its key: send one header 'Authorization: Bearer KEY'"
-        return ApiError(401, message, None, "invalid_api_key", WWW_Authenticate="Bearer")
+        if path not in OPEN_PATHS and not (scheme.lower() == b"bearer" and right):
+            message = "this server needs its key: send one header 'Authorization: Bearer KEY'"
+            raise ApiError(401, message, None, "invalid_api_key", WWW_Authenticate="Bearer")
 
     return check
 
 
-def local_only(path: str, headers: Headers) -> ApiError | None:
+def local_only(path: str, headers: Headers) -> None:
     """The check that a request names this machine as its owner would: for servers on loopback that have no key.
 
     A page of another site can have its own name resolve to 127.0.0.1 ("DNS rebinding") and is then, for the browser, of
@@ -189,57 +242,15 @@ def local_only(path: str, headers: Headers) -> ApiError | None:
         if name != "localhost":
             ipaddress.ip_address(name)
     except ValueError:
-        message = "this server answers to localhost only; to reach it by another name start it with --api-key"
-        return ApiError(403, message)
-    return None
-
-
-class BodyLimit:
-    """Refuses a body of more than `limit` bytes: at once if its length is declared, else as soon as it is too long.
-
-    One that pauses for `patience` seconds while it arrives is refused too: it holds a connection and its memory.
-    """
-
-    def __init__(self, app, limit: int, patience: float):
-        self.app, self.limit, self.patience = app, limit, patience
-
-    async def __call__(self, scope, receive, send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        headers = Headers(scope=scope)
-        if "content-type" not in headers and "origin" not in headers:
-            scope = scope | {"headers": [*scope["headers"], (b"content-type", b"application/json")]}
-        body, error = await self._read(receive, headers.get("content-length", ""))
-        if error is not None:
-            return await error_response(scope["path"], error)(scope, receive, send)
-        messages = iter([{"type": "http.request", "body": body}])
-
-        async def replayed():
-            return next(messages, None) or await receive()
-
-        await self.app(scope, replayed, send)
-
-    async def _read(self, receive, declared: str) -> tuple[bytes, ApiError | None]:
-        message = f"the body is longer than {self.limit} bytes; send less, or start the server with a larger --max-body"
-        too_long = ApiError(413, message)
-        body, more = bytearray(), True
-        while more and len(body) <= self.limit and not (declared.isdigit() and int(declared[:19]) > self.limit):
-            part = asyncio.ensure_future(receive())
-            # (asyncio.wait and not wait_for, which before Python 3.12 can swallow a cancellation.)
-            if not (await asyncio.wait([part], timeout=self.patience))[0]:
-                part.cancel()
-                message = f"nothing more of the body arrived for {self.patience} s: send it again"
-                return b"", ApiError(408, message, Connection="close")  # not kept for the rest of the body
-            body += part.result().get("body", b"")
-            more = part.result().get("more_body", False)
-        return bytes(body), too_long if more or len(body) > self.limit else None
+        remedy = "to reach it by another name start it with --api-key"
+        raise ApiError(403, f"this server answers to localhost only; {remedy}") from None
 
 
 class EventStream(Response):
     """An answer that is sent piece by piece, until it ends, its client leaves, or does not read for `stall` seconds.
 
-    `leave` is called however it ends. The socket's own buffer is bounded, and `send` waits while it is full, so what
-    has not been sent stays in the job.
+    `leave` is called however it ends. `send` waits while the socket's buffer is full, so what was not sent stays in the
+    job.
     """
 
     def __init__(
@@ -256,10 +267,7 @@ class EventStream(Response):
             self.leave()
 
     async def _write(self, send) -> None:
-        """Stalled, it cancels itself: the server closes a connection whose answer was never completed.
-
-        (Not asyncio.wait_for: before Python 3.12 it can swallow a cancellation, and the stream would go on for nobody.)
-        """
+        """Stalled, it cancels itself: the server closes a connection whose answer was never completed."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async with aclosing(self.events):

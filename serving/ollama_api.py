@@ -130,6 +130,12 @@ class OllamaWriter:
     def __init__(self, job: Job, chat: bool):
         self.job, self.chat = job, chat
 
+    def start(self) -> Iterator[bytes]:
+        yield from ()
+
+    def waiting(self) -> bytes:
+        return line(self._object("") | {"done": False})
+
     def feed(self, delta: Delta) -> Iterator[bytes]:
         if delta.text:
             yield line(self._object(delta.text) | {"done": False})
@@ -194,9 +200,9 @@ def ollama_routes(service: Service) -> APIRouter:
             raise ApiError(400, "'suffix' is not supported: these models do not fill in the middle", "suffix")
         served = service.model(body.model)
         if body.raw or not served.llm.tokenizer.has_chat_template:
-            ids = await service.help(service.encode, served, body.prompt)
+            ids = await service.encode(served, body.prompt)
         else:
-            ids = await service.help(service.encode_chat, served, body.messages(), None)
+            ids = await service.encode_chat(served, body.messages())
         return await answer(http, served, body, ids, chat=False)
 
     @router.post("/chat", response_model=None)
@@ -205,7 +211,7 @@ def ollama_routes(service: Service) -> APIRouter:
         if not body.messages:
             return loaded(body, {"message": {"role": "assistant", "content": ""}})
         served = service.model(body.model)
-        ids = await service.help(service.encode_chat, served, body.messages, None)
+        ids = await service.encode_chat(served, body.messages)
         return await answer(http, served, body, ids, chat=True)
 
     @router.get("/tags", response_model=None)

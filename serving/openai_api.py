@@ -25,7 +25,9 @@ from collections.abc import Callable, Iterator
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from automata import GrammarError
 from request import Delta
+from sampling import SamplingParams
 from serving.engine_thread import Job, Served
 from serving.guard import ApiError, error_body, sse
 from serving.logprobs import ShownTokens, chat_logprobs, completion_logprobs, prompt_offsets
@@ -58,14 +60,23 @@ class Writer:
             self.shown[number] = ShownTokens(delta.request)
         return self.shown[number].feed(delta)
 
+    def chunk(self, choices: list[dict], usage: dict | None = None) -> bytes:
+        chunk = self.head | {"object": self.chunk_kind, "choices": choices}
+        return sse(chunk | ({"usage": usage} if self.body.include_usage else {}))
+
+    def start(self) -> Iterator[bytes]:
+        yield from ()
+
+    def waiting(self) -> bytes:
+        return b": no token yet\n\n"
+
     def feed(self, delta: Delta) -> Iterator[bytes]:
-        nothing_yet = {"usage": None} if self.body.include_usage else {}
         for choice in self.chunk_choices(delta):
-            yield sse(self.head | {"object": self.chunk_kind, "choices": [choice]} | nothing_yet)
+            yield self.chunk([choice])
 
     def end(self) -> Iterator[bytes]:
         if self.body.include_usage:
-            yield sse(self.head | {"object": self.chunk_kind, "choices": [], "usage": self.usage()})
+            yield self.chunk([], self.usage())
         yield sse("[DONE]")
 
     def failure(self, error: ApiError) -> bytes:
@@ -159,6 +170,11 @@ class ChatWriter(Writer):
             logprobs = chat_logprobs(self.tokenizer, tokens) if tokens or reason else None
         return text, calls, logprobs, "tool_calls" if reason == "stop" and self.calls[number] else reason
 
+    def start(self) -> Iterator[bytes]:
+        """The role, as soon as the request is taken: a long prompt may keep its first token for a minute."""
+        for number in range(self.job.requests[0].params.n):
+            yield self.chunk([self.empty_choice(number)])
+
     def whole_choice(self, delta: Delta) -> dict:
         text, calls, logprobs, reason = self.parts(delta)
         message: dict = {"role": "assistant", "content": text, "refusal": None}
@@ -169,16 +185,17 @@ class ChatWriter(Writer):
         return {"index": self.number(delta), "message": message, "logprobs": logprobs} | reasons
 
     def chunk_choices(self, delta: Delta) -> list[dict]:
-        opening = self.number(delta) not in self.parsers
         text, calls, logprobs, reason = self.parts(delta)
-        parts: list[dict] = [{"delta": {"role": "assistant", "content": ""}}] if opening else []
+        parts: list[dict] = []
         if text or (logprobs and logprobs["content"]):
             parts.append({"delta": {"content": text}, "logprobs": logprobs})
         parts += [{"delta": {"tool_calls": [call]}} for call in calls]
         if reason is not None:
             parts.append({"delta": {}, "finish_reason": reason, "stop_reason": delta.stop_reason})
-        empty = {"index": self.number(delta), "delta": None, "logprobs": None, "finish_reason": None}
-        return [empty | part for part in parts]
+        return [self.empty_choice(self.number(delta)) | part for part in parts]
+
+    def empty_choice(self, number: int) -> dict:
+        return {"index": number, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
 
 def openai_routes(service: Service) -> APIRouter:
@@ -188,12 +205,12 @@ def openai_routes(service: Service) -> APIRouter:
     @router.post("/v1/completions", response_model=None)
     async def completions(body: CompletionBody, http: Request) -> Response:
         """Continue one or more prompts."""
-        served, headers = service.model(body.model), body.headers()
-        params, prompts = body.completion_params(), body.prompts()
-        ids = await service.help(lambda: [service.encode(served, p) if isinstance(p, str) else p for p in prompts])
-        texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
-        prompts = list(zip(ids, texts, strict=True))
-        job = await service.submit(served, prompts, params, body.priority or 0, body.namespace, bool(body.stream))
+        served, headers, params = service.model(body.model), body.headers(), body.params()
+        prompts: list[tuple[list[int], str | None]] = []
+        for prompt in body.prompts():
+            is_text = isinstance(prompt, str)
+            prompts.append((await service.encode(served, prompt), prompt) if is_text else (prompt, None))
+        job = await service.submit(served, prompts, params, **body.routing())
         return await service.answer(http, job, CompletionWriter(job, body), headers, body.user)
 
     @router.post("/v1/chat/completions", response_model=None)
@@ -218,6 +235,13 @@ def openai_routes(service: Service) -> APIRouter:
         """One of them."""
         return card(service.model(name))
 
+    add_token_routes(router, service)
+    return router
+
+
+def add_token_routes(router: APIRouter, service: Service) -> None:
+    """vLLM's two routes between text and ids."""
+
     @router.post("/tokenize", response_model=None)
     async def tokenize(body: TokenizeBody) -> Response:
         """Ids of a text or of a conversation."""
@@ -225,9 +249,9 @@ def openai_routes(service: Service) -> APIRouter:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages", "prompt")
         if body.prompt is not None:
-            ids = await service.help(service.encode, served, body.prompt, body.add_special_tokens is not False)
+            ids = await service.encode(served, body.prompt, body.add_special_tokens is not False)
         else:
-            ids = await service.help(service.encode_chat, served, body.messages, None, **body.turn_options())
+            ids = await service.encode_chat(served, body.messages, **body.turn_options())
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": served.llm.max_model_len}, 200, headers)
 
     @router.post("/detokenize", response_model=None)
@@ -237,22 +261,34 @@ def openai_routes(service: Service) -> APIRouter:
         bad = next((i for i in body.tokens if not 0 <= i < served.llm.config.vocab_size), None)
         if bad is not None:
             raise ApiError(400, f"{bad} is no token id of this model", "tokens")
-        text = await service.help(served.llm.tokenizer.decode, body.tokens, skip_special_tokens=False)
+        decode, length = served.llm.tokenizer.decode, len(body.tokens)
+        text = await service.help(decode, body.tokens, skip_special_tokens=False, length=length)
         return JSONResponse({"prompt": text}, 200, headers)
-
-    return router
 
 
 async def converse(service: Service, body: ChatBody) -> tuple[Job, Callable[[], ToolParser | ForcedCall]]:
     """Queue the answer to a conversation. Returns its job, and what makes a reader of its text."""
     served, (tools, called) = service.model(body.model), body.offered_tools()
     schema = {} if called is None else {"json_schema": forced_schema(tools, called or None)}
-    params, options = body.chat_params(**schema), body.template_options()
-    ids = await service.help(service.encode_chat, served, body.messages, tools or None, **options)
+    params, options = body.params(**schema), body.template_options()
+    ids = await service.encode_chat(served, body.messages, tools or None, **options)
     layout = await service.help(find_layout, served.llm.tokenizer) if tools and called is None else None
-    priority = body.priority or 0
-    job = await service.submit(served, [(ids, None)], params, priority, body.namespace, bool(body.stream))
+    try:
+        job = await service.submit(served, [(ids, None)], params, **body.routing())
+    except GrammarError:
+        await name_bad_tool(service, served, tools if called is not None else [])
+        raise
     return job, lambda: ToolParser(layout, tools) if called is None else ForcedCall(called or None)
+
+
+async def name_bad_tool(service: Service, served: Served, tools: list[dict]) -> None:
+    """Raise ApiError for the first tool whose parameters cannot be compiled."""
+    for tool in tools:
+        name = tool["function"]["name"]
+        try:
+            await service.compile(served, SamplingParams(json_schema=forced_schema([tool], name)))
+        except GrammarError as error:
+            raise ApiError(400, f"the parameters of tool {name!r}: {error}", "tools") from error
 
 
 def card(served: Served) -> dict:

@@ -7,17 +7,16 @@ The rule, for all endpoints: a field that stands below is obeyed, and checked st
 boolean). A field that does not is ignored, and named in the header `X-Ignored-Fields` of the answer. Those of
 UNSUPPORTED are known and would change what the answer means, so they are refused unless they ask for nothing.
 
-    body ─► pydantic: names, types ─► SamplingBody.params() ─► SamplingParams: values ─► engine: what the model allows
+    body ─► sizes ─► pydantic: names, types ─► params() ─► SamplingParams: values ─► engine: what the model allows
 
-The fields of sampling are those of SamplingParams, which alone knows their values: OpenAI's, vLLM's (top_k, min_p ...)
-and our own. null is the same as absent.
-
+The fields of sampling are those of SamplingParams, which alone knows their values. null is the same as absent.
 Source: OpenAI's API reference; vLLM's "OpenAI-compatible server". Left out: images, audio, stored conversations.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
@@ -42,6 +41,12 @@ UNSUPPORTED: dict[str, tuple] = {
     "web_search_options": (),
 }
 TEMPLATE_OPTIONS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "shield", "documents")
+# Entries of a list or an object, and characters of a text, are counted before anything looks at them. What the context
+# of a model bounds has no other bound here than one on entries.
+MOST_ENTRIES, MOST_CHARACTERS = 256, 1 << 16
+MORE = {"prompt": 1 << 20, "input": 1 << 20, "tokens": 1 << 20, "messages": 1 << 14}
+MORE |= dict.fromkeys(("choice", "logit_bias", "stop_token_ids"), 1 << 12)
+TEXTS = ("prompt", "input", "instructions", "system")
 
 # A list of a hundred thousand wrong items is wrong once.
 Ids = TypeAliasType("Ids", Annotated[list[int], FailFast()])
@@ -59,23 +64,39 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _whole_numbers(cls, data: Any) -> Any:
-        """JSON has one kind of number, and some clients write 16 as 16.0."""
+    def _measured(cls, data: Any) -> Any:
+        """Raises ApiError for what is too large. Whole floats become integers: some clients write 16 as 16.0."""
         if not isinstance(data, dict):
             return data
+        if len(data) > MOST_ENTRIES:
+            raise ApiError(400, f"an object has {len(data):,} fields; at most {MOST_ENTRIES} are read")
+        for name, value in data.items():
+            if isinstance(value, (list, dict)) and len(value) > (most := MORE.get(name, MOST_ENTRIES)):
+                raise ApiError(400, f"{name[:100]!r} has {len(value):,} entries; the limit is {most:,}", name[:100])
+            if isinstance(value, str) and len(value) > MOST_CHARACTERS and name not in TEXTS:
+                message = f"{name[:100]!r} has {len(value):,} characters; the limit is {MOST_CHARACTERS:,}"
+                raise ApiError(400, message, name[:100])
         return {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in data.items()}
 
     def headers(self) -> dict[str, str]:
         """X-Ignored-Fields, if there are any. Raises ApiError for a known field that cannot be honoured."""
         ignored = []
+        for name in self._ignored():
+            shown = ascii(name[:40])[:60]  # quoted, unless it is a plain word: an edge of blanks is no header value
+            ignored.append(shown[1:-1] if re.fullmatch(r"[\w.-]+", name[:40], re.ASCII) else shown)
+        return {"X-Ignored-Fields": ", ".join(ignored[:20])} if ignored else {}
+
+    def _ignored(self) -> Iterator[str]:
+        """Names of the fields that are not obeyed, those of objects within this one behind the object's name."""
         for name, value in (self.model_extra or {}).items():
-            if name in self.unsupported and value is not None and value not in self.unsupported[name]:
+            if name not in self.unsupported:
+                yield name
+            elif value is not None and value not in self.unsupported[name]:
                 instead = "ask with response_format, regex, choice or grammar" if name in STRUCTURE else "leave it out"
                 raise ApiError(400, f"{name!r} is not supported by this server; {instead}", name, "unsupported")
-            if name not in self.unsupported:
-                shown = ascii(name[:40])  # quoted, unless it is a plain word: an edge of blanks is no header value
-                ignored.append(shown[1:-1] if re.fullmatch(r"[\w.-]+", name[:40], re.ASCII) else shown)
-        return {"X-Ignored-Fields": ", ".join(ignored[:20])} if ignored else {}
+        for name in type(self).model_fields:
+            if isinstance(inner := getattr(self, name), Body):
+                yield from (f"{name}.{field}" for field in inner._ignored())
 
 
 def sampling_fields(*but: str) -> dict[str, Any]:
@@ -110,7 +131,8 @@ class StreamOptions(Body):
 
 class JsonSchema(Body):
     name: str | None = None
-    strict: bool | None = None
+    description: str | None = None
+    strict: bool | None = None  # it always is
     definition: dict[str, Any] = Field(alias="schema")
 
 
@@ -118,6 +140,19 @@ class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
     definition: dict[str, Any] | None = Field(None, alias="schema")  # beside json_object
+
+    def schema_asked(self) -> dict[str, Any] | None:
+        """What becomes json_schema of SamplingParams."""
+        if self.definition is not None and self.type != "json_object":
+            raise ApiError(400, "response_format has a schema of its own only beside json_object", "response_format")
+        if self.json_schema is not None and self.type != "json_schema":
+            message = f"response_format has json_schema, but its type is {self.type!r}; make it 'json_schema'"
+            raise ApiError(400, message, "response_format")
+        if self.type == "json_object":
+            return {"type": "object"} if self.definition is None else self.definition
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ApiError(400, "response_format of type json_schema needs the field json_schema", "response_format")
+        return self.json_schema and self.json_schema.definition
 
 
 class Function(Body):
@@ -144,40 +179,27 @@ class SamplingBody(SamplingFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = Field(None, ge=-(2**31), le=2**31)
-    cache_salt: str | None = None
+    cache_salt: str | None = None  # cached prefixes are shared with requests of the same salt only
     user: str | None = None
 
     def params(self, **more: Any) -> SamplingParams:
         """The SamplingParams asked for. Raises ApiError or ParameterError."""
-        schema = self._schema()
-        params = SamplingParams(**(asked(self) | ({"json_schema": schema} if schema is not None else {}) | more))
+        schema = self.response_format and self.response_format.schema_asked()
+        params = SamplingParams(**(asked(self) | ({} if schema is None else {"json_schema": schema}) | more))
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream=true", "stream_options")
         if self.stream and params.best_of is not None and params.best_of > params.n:
             raise ApiError(400, "best_of chooses among finished answers, so it cannot be streamed", "best_of")
         return params
 
-    def _schema(self) -> dict[str, Any] | None:
-        """response_format as json_schema of SamplingParams."""
-        form = self.response_format
-        if form is not None and form.definition is not None and form.type != "json_object":
-            raise ApiError(400, "response_format has a schema of its own only beside json_object", "response_format")
-        if form is None or form.type == "text":
-            return None
-        if form.type == "json_object":
-            return {"type": "object"} if form.definition is None else form.definition
-        if form.json_schema is None:
-            raise ApiError(400, "response_format of type json_schema needs the field json_schema", "response_format")
-        return form.json_schema.definition
+    def routing(self) -> dict[str, Any]:
+        """What the engine takes beside parameters."""
+        namespace = None if self.cache_salt is None else ("salt", self.cache_salt)
+        return {"priority": self.priority or 0, "namespace": namespace, "streaming": bool(self.stream)}
 
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def namespace(self) -> tuple[str, str] | None:
-        """Requests share cached prefixes only with those of the same salt."""
-        return None if self.cache_salt is None else ("salt", self.cache_salt)
 
 
 class CompletionBody(SamplingBody):
@@ -195,8 +217,8 @@ class CompletionBody(SamplingBody):
             raise ApiError(400, "a prompt is empty; give it at least one character or token", "prompt")
         return prompts
 
-    def completion_params(self) -> SamplingParams:
-        return self.params(logprobs=self.logprobs, prompt_logprobs=self.logprobs if self.echo else None)
+    def params(self) -> SamplingParams:
+        return super().params(logprobs=self.logprobs, prompt_logprobs=self.logprobs if self.echo else None)
 
 
 class ChatBody(SamplingBody, Turns):
@@ -211,25 +233,21 @@ class ChatBody(SamplingBody, Turns):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def chat_params(self, **more: Any) -> SamplingParams:
+    def params(self, **more: Any) -> SamplingParams:
         """Answers run up to the context unless they are told to end earlier."""
         limit, older = self.max_completion_tokens, self.max_tokens
         if limit is not None and older is not None and limit != older:
             raise ApiError(400, "max_tokens and max_completion_tokens differ; give only the latter", "max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
-        return self.params(
-            max_tokens=older if limit is None else limit,
-            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            **more,
-        )
+        scores = (self.top_logprobs or 0) if self.logprobs else None
+        return super().params(max_tokens=older if limit is None else limit, logprobs=scores, **more)
 
     def template_options(self) -> dict[str, Any]:
         """What goes to the chat template beside messages and tools."""
-        options = dict(self.chat_template_kwargs or {})
-        for name in TEMPLATE_OPTIONS:
-            if name in options:
-                raise ApiError(400, f"chat_template_kwargs must not hold {name!r}", "chat_template_kwargs")
+        options = self.chat_template_kwargs or {}
+        if taken := [name for name in TEMPLATE_OPTIONS if name in options]:
+            raise ApiError(400, f"chat_template_kwargs must not hold {taken[0]!r}", "chat_template_kwargs")
         return options | self.turn_options()
 
     def offered_tools(self) -> tuple[list[dict], str | None]:

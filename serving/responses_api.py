@@ -205,10 +205,11 @@ class ResponsesWriter(ChatWriter):
         kind = f"response.{kind}"
         return f"event: {kind}\n".encode() + sse({"type": kind, "sequence_number": next(self.numbers_sent)} | fields)
 
+    def start(self) -> Iterator[bytes]:
+        for kind in ("created", "in_progress"):
+            yield self.event(kind, response=self.response("in_progress"))
+
     def feed(self, delta: Delta) -> Iterator[bytes]:
-        if not self.parsers:
-            yield self.event("created", response=self.response("in_progress"))
-            yield self.event("in_progress", response=self.response("in_progress"))
         text, calls, logprobs, self.reason = self.parts(delta)
         scores = logprobs["content"] if logprobs else []
         if text or scores or (self.reason and not calls and not self.output):

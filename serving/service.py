@@ -4,14 +4,14 @@ The problem. Turning text into ids is work: a chat template is a stranger's prog
 megabyte of text takes a second to tokenise, a grammar must be compiled. Done in the event loop, it would stop every
 other client's stream.
 
-The idea. Everything that costs time in proportion to what was sent is done by a few helper threads, before anything is
-queued; what is wrong with a request is found there, and comes back as 400.
+The idea. What cannot fit the context is refused unread. Everything that costs time in proportion to what was sent is
+done by a few helper threads, before anything is queued: long texts and grammars by two, all others by two more.
 
-    body ─► model by name ─► helpers: template, tokeniser, grammar ─► length check ─► EngineThread.submit ─► Job
-            404                       400                              400             429, 503               │
-    answer, in one piece or as a stream ◄─────────────────────────── Writer, which words it ◄─────────────────┘
+    body ─► model by name ─► size ─► helpers: template, tokeniser, grammar ─► EngineThread.submit ─► Job
+            404              400     400                                      400, 429, 503          │
+    answer, in one piece or as a stream ◄───────────────────── Writer, which words it ◄──────────────┘
 
-Both APIs (openai_api.py, ollama_api.py) read a body, call `submit`, and give `answer` a writer that knows their shapes.
+Both APIs read a body, call `submit`, and give `answer` a writer that knows their shapes.
 Left out: queueing per client or per key; whoever may use the server may use all of it.
 """
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Hashable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +34,7 @@ from serving.engine_thread import EngineThread, Job, Served
 from serving.guard import ApiError, EventStream, internal_error, until_left
 
 log = logging.getLogger("vitrine")
+LONG_TEXT = 50_000  # characters
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Service:
 
     def __init__(self, engine: EngineThread, limits: Limits, log_prompts: bool = False):
         self.engine, self.limits, self.log_prompts = engine, limits, log_prompts
-        self.helpers = ThreadPoolExecutor(2, thread_name_prefix="helper")
+        self.helpers, self.long_helpers = (ThreadPoolExecutor(2, name) for name in ("helper", "long-helper"))
 
     def model(self, name: str | None) -> Served:
         """The model of that name. Without a name: the only one there is. Raises ApiError 404."""
@@ -65,46 +66,41 @@ class Service:
             raise ApiError(400, f"'model' is missing, and this server has several: {known}", "model")
         raise ApiError(404, f"there is no model {name[:100]!r} here; there is {known}", "model", "model_not_found")
 
-    async def help(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a function that takes time in a helper thread."""
-        return await asyncio.get_running_loop().run_in_executor(self.helpers, partial(function, *args, **kwargs))
+    async def help(self, function: Callable[..., Any], *args: Any, length: int = 0, **kwargs: Any) -> Any:
+        """Run a function that takes time in a helper thread; `length`: the characters it reads."""
+        helpers = self.long_helpers if length > LONG_TEXT else self.helpers
+        return await asyncio.get_running_loop().run_in_executor(helpers, partial(function, *args, **kwargs))
+
+    def close(self) -> None:
+        for helpers in (self.helpers, self.long_helpers):
+            helpers.shutdown(wait=False, cancel_futures=True)
 
     # -- text to ids
 
-    def encode(self, served: Served, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a plain text. For helper threads. Raises ApiError if it cannot fit the context."""
-        self._check_length(served, len(text))
-        return served.llm.tokenizer.encode(text, add_special_tokens)
+    async def encode(self, served: Served, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a plain text. Raises ApiError if it cannot fit the context."""
+        check_length(served, len(text))
+        return await self.help(served.llm.tokenizer.encode, text, add_special_tokens, length=len(text))
 
-    def encode_chat(self, served: Served, messages: list[dict], tools: list[dict] | None, **options: Any) -> list[int]:
-        """Ids of a conversation. For helper threads. Raises TemplateError, or ApiError if tools would be lost."""
-        tokenizer = served.llm.tokenizer
-        ids = tokenizer.encode_chat(messages, tools=tools, **options)
-        if tools and ids == tokenizer.encode_chat(messages, **options):
-            raise ApiError(400, f"the chat template of {served.name!r} does not show tools to the model", "tools")
-        return ids
+    async def encode_chat(
+        self, served: Served, messages: list[dict], tools: list | None = None, **options
+    ) -> list[int]:
+        """Ids of a conversation. Raises TemplateError, or ApiError if it cannot fit the context or loses its tools."""
 
-    def _check_length(self, served: Served, length: int) -> None:
-        """No token stands for more bytes than the longest one, so a text may be too long whatever its tokens are."""
-        context, longest = served.llm.max_model_len, served.longest_token
-        if length > context * longest:
-            raise ApiError(
-                400,
-                f"a prompt of {length} characters has more than {length // longest} tokens; the context of "
-                f"{served.name!r} is {context} tokens, prompt and answer together",
-                code="context_length_exceeded",
-            )
+        def render() -> list[int]:
+            ids = encode(messages, tools=tools, **options)
+            if tools and ids == encode(messages, **options):
+                raise ApiError(400, f"the chat template of {served.name!r} does not show tools to the model", "tools")
+            return ids
+
+        encode, length = served.llm.tokenizer.encode_chat, text_length([messages, tools, options])
+        check_length(served, length)
+        return await self.help(render, length=length)
 
     # -- into the engine and out of it
 
     async def submit(
-        self,
-        served: Served,
-        prompts: list[tuple[list[int], str | None]],
-        params: SamplingParams,
-        priority: int = 0,
-        namespace: Hashable = None,
-        streaming: bool = False,
+        self, served: Served, prompts: list[tuple[list[int], str | None]], params: SamplingParams, **routing: Any
     ) -> Job:
         """Check what the request as a whole asks for, and queue it. Raises ApiError or ValueError."""
         width = params.beam_width or params.best_of or params.n
@@ -115,19 +111,26 @@ class Service:
                 f"{self.limits.max_choices} answers in all; lower n, or send several requests",
                 "n" if width > 1 else "prompt",
             )
-        if priority and served.llm.options.policy != "priority":
+        for ids, _ in prompts:
+            if len(ids) > served.llm.max_model_len:
+                raise too_long(served, f"a prompt of {len(ids)} tokens")
+        if (priority := routing.get("priority")) and served.llm.options.policy != "priority":
             raise ApiError(400, f"priority={priority} needs a server started with --policy priority", "priority")
-        # A grammar takes long to compile: here, so that the engine thread finds it ready. A bad one is refused.
-        await self.help(served.llm.engine.guides.answer, params, prompts[0][0])
-        return await self.engine.submit(served, prompts, params, priority, namespace, streaming)
+        await self.compile(served, params)
+        return await self.engine.submit(served, prompts, params, **routing)
+
+    async def compile(self, served: Served, params: SamplingParams) -> None:
+        """Prepare a structure, so that the engine thread finds it ready. Raises GrammarError."""
+        if params.structured:
+            await self.help(served.llm.engine.guides.answer, params, [], length=LONG_TEXT + 1)
 
     async def answer(
         self, http: Request, job: Job, writer, headers: dict[str, str], user: str | None = None
     ) -> Response:
         """Stream the job, or wait for its end; a client that leaves takes its job along.
 
-        A writer words answers: `feed(delta)` and `end()` as pieces of a stream of its `media_type`, `whole()` in one
-        piece as a dict, and `failure(error)` as the last piece of a stream that fails.
+        A writer words answers, as pieces of a stream of its `media_type`: `start()`, `feed(delta)`, `end()`, or as the
+        last one `failure(error)`; `waiting` is sent while nothing else is. `whole()` is all in one piece, as a dict.
         """
 
         def leave() -> None:
@@ -150,7 +153,11 @@ class Service:
     async def _pieces(self, job: Job, writer) -> AsyncGenerator[bytes]:
         """The stream of a job. Whatever goes wrong in the middle is its last piece."""
         try:
-            while deltas := await job.read():
+            for piece in writer.start():
+                yield piece
+            while (deltas := await job.read()) or not job.ended.is_set():
+                if not deltas:  # a proxy hangs up on a stream that is silent
+                    yield writer.waiting()
                 for delta in deltas:
                     if delta.finish_reason in ("abort", "error"):
                         raise_failure(job)
@@ -181,6 +188,32 @@ class Service:
                     prompt = job.served.llm.tokenizer.decode(request.prompt_ids, skip_special_tokens=False)
                 line += f" prompt_text={prompt!r} answers={[answer.text for answer in answers]!r}"
             log.info(line)
+
+
+def text_length(value: Any) -> int:
+    """Characters of all texts in nested lists and objects."""
+    total, waiting = 0, [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            total += len(value)
+        elif isinstance(value, dict):
+            waiting += [*value, *value.values()]
+        elif isinstance(value, list):
+            waiting += value
+    return total
+
+
+def check_length(served: Served, length: int) -> None:
+    """No token stands for more bytes than the longest one, so a text may be too long whatever its tokens are."""
+    if length > served.llm.max_model_len * served.longest_token:
+        least = length // served.longest_token
+        raise too_long(served, f"a prompt of {length} characters, which are more than {least} tokens")
+
+
+def too_long(served: Served, prompt: str) -> ApiError:
+    context = f"the context of {served.name!r} is {served.llm.max_model_len} tokens, prompt and answer together"
+    return ApiError(400, f"{prompt}: {context}", code="context_length_exceeded")
 
 
 def raise_failure(job: Job) -> None:

@@ -9,11 +9,9 @@ rendered, and what surrounds it in the rendered text tells which of the known la
     rendered    <|im_start|>assistant\n<tool_call>\n{"name": "probe", "arguments": {"x": 1}}\n</tool_call><|im_end|>
                                        └─ opens ─┘ └──────── JSON, key "arguments" ───────┘ └─ closes ─┘
 
-Only a call of a tool that was offered, with a JSON object as arguments, is returned as a call; anything else is text.
-A call that `tool_choice` demands does not rely on the layout: the output is constrained to the JSON of the call.
-
-Source: OpenAI's API reference, chat completions, `tools`. Left out: layouts marked by control tokens (their text is
-removed before it gets here), and arguments streamed piece by piece (a call comes whole, in one piece).
+A call ends where its JSON ends, whatever marks its strings hold. What is no call of an offered tool is text, and a
+later call is still found. One that `tool_choice` demands needs no layout: the output is constrained to its JSON. Left
+out: layouts marked by control tokens (their text is removed before it gets here), arguments streamed in pieces.
 """
 
 from __future__ import annotations
@@ -32,11 +30,16 @@ from tokenizer import Tokenizer
 PROBE = "probe_function_name"
 SCHEMAS_BY_NAME = ("properties", "$defs", "definitions")
 CONSTANTS = ("const", "enum", "default", "examples")  # what stands there is no schema, whatever it looks like
+OPEN_ENDED = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
+ANNOTATIONS = {"type", "title", "description", "$schema"}  # a schema of these alone declares no parameter
+JSON_BRACES = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|[{}]', re.DOTALL)  # between the strings
+BEGINNING = re.compile(r'\s*(?:\{\s*(?:["}].*)?)?', re.DOTALL)  # of an object, as far as it goes
+OUTSIDE, INSIDE, BEHIND = "outside", "inside", "behind"  # a call
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model writes a call: between two marks, or as an answer that is nothing but the JSON (marks empty)."""
+    """How a model writes a call: between two marks, or as an answer that begins with the JSON (marks empty)."""
 
     opens: str
     closes: str
@@ -76,40 +79,42 @@ class ToolParser:
     """Separates an answer, as it arrives, into text and calls."""
 
     def __init__(self, layout: Layout | None, tools: list[dict]):
-        self.layout, self.names = layout, [tool["function"]["name"] for tool in tools]
+        self.layout, self.names = layout or Layout("", "", ""), [tool["function"]["name"] for tool in tools]
         self._text = ""  # not decided yet
-        self._inside = layout is not None and not layout.opens  # without marks, the whole answer may be one call
+        self._state = INSIDE if layout is not None and not layout.opens else OUTSIDE
 
-    def feed(self, text: str) -> tuple[str, list[dict]]:
-        """Text that is certain to be text, and calls that are complete."""
-        if self.layout is None:
-            return text, []
+    def feed(self, text: str, last: bool = False) -> tuple[str, list[dict]]:
+        """Text that is certain to be text, and calls that are complete; of the last piece, everything."""
         self._text += text
+        opens, closes = self.layout.opens, self.layout.closes
         shown, calls = "", []
         while True:
-            if not self._inside:
-                before, opened, after = self._text.partition(self.layout.opens)
-                if not opened:
-                    keep = _possible_beginning(self._text, self.layout.opens)
-                    self._text = before[len(before) - keep :]
-                    return shown + before[: len(before) - keep], calls
-                shown, self._text, self._inside = shown + before, after, True
-            body, closed, after = self._text.partition(self.layout.closes) if self.layout.closes else ("", "", "")
-            if not closed:
-                return shown, calls
-            call = self._read(body)
-            if call is None:
-                shown += self.layout.opens + body + closed
+            if self._state == OUTSIDE:
+                at = self._text.find(opens) if opens else -1
+                if at < 0:
+                    end = len(self._text) - (0 if last else _possible_beginning(self._text, opens))
+                    shown, self._text = shown + self._text[:end], self._text[end:]
+                    return shown, calls
+                shown, self._text, self._state = shown + self._text[:at], self._text[at + len(opens) :], INSIDE
+            elif self._state == INSIDE:
+                end = _object_end(self._text)
+                if end is None and not last and BEGINNING.fullmatch(self._text):
+                    return shown, calls
+                if call := self._read(self._text[:end]):
+                    calls.append(call)
+                    self._text, self._state = self._text[end or len(self._text) :], BEHIND
+                else:  # the mark was only mentioned; another may follow
+                    shown, self._state = shown + opens, OUTSIDE
             else:
-                calls.append(call)
-            self._text, self._inside = after, False
+                rest = self._text.lstrip()  # blanks and the closing mark belong to the call
+                if not last and (not rest or (closes.startswith(rest) and rest != closes)):
+                    return shown, calls
+                unclosed = not rest.startswith(closes) and not closes.startswith(rest)
+                self._text, self._state = self._text if unclosed else rest[len(closes) :], OUTSIDE
 
     def finish(self) -> tuple[str, list[dict]]:
         """The answer is over: a call that was never closed counts if it is whole, else it is text."""
-        if not self._inside:
-            return self._text, []
-        call = self._read(self._text)
-        return ("", [call]) if call else (self.layout.opens + self._text, [])
+        return self.feed("", last=True)
 
     def _read(self, body: str) -> dict | None:
         try:
@@ -124,6 +129,16 @@ class ToolParser:
 
 def _no_number(name: str):
     raise ValueError(f"{name} is no JSON")
+
+
+def _object_end(text: str) -> int | None:
+    """Where the JSON object that `text` begins with ends, if it does."""
+    depth = 0
+    for piece in JSON_BRACES.finditer(text):
+        depth += {"{": 1, "}": -1}.get(piece[0], 0)
+        if depth <= 0:
+            return piece.end()
+    return None
 
 
 def _possible_beginning(text: str, mark: str) -> int:
@@ -157,8 +172,12 @@ def forced_schema(tools: list[dict], name: str | None) -> dict:
         return _parameters(next(tool for tool in tools if tool["function"]["name"] == name))
     calls = []
     for i, tool in enumerate(tools):
-        arguments = moved(_parameters(tool), f"#/anyOf/{i}/properties/arguments")
-        properties = {"name": {"const": tool["function"]["name"]}, "arguments": arguments}
+        name = tool["function"]["name"]
+        try:
+            arguments = _moved(_parameters(tool), f"#/anyOf/{i}/properties/arguments")
+        except RecursionError:
+            raise GrammarError(f"the parameters of tool {name!r} are nested too deeply; flatten them") from None
+        properties = {"name": {"const": name}, "arguments": arguments}
         call = {"type": "object", "properties": properties, "required": list(properties)}
         calls.append(call | {"additionalProperties": False})
     return {"anyOf": calls}
@@ -166,24 +185,16 @@ def forced_schema(tools: list[dict], name: str | None) -> dict:
 
 def _parameters(tool: dict) -> dict:
     """Arguments are an object, whether the schema says so or not; a function takes none that it does not declare."""
-    parameters = {"type": "object"} | (tool["function"].get("parameters") or {"properties": {}})
-    open_ended = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"} & parameters.keys()
-    if "properties" in parameters and not open_ended:
+    parameters = {"type": "object"} | (tool["function"].get("parameters") or {})
+    if not parameters.keys() - ANNOTATIONS:
+        parameters["properties"] = {}
+    if "properties" in parameters and not OPEN_ENDED & parameters.keys():
         parameters["additionalProperties"] = False
     return parameters
 
 
-def moved(schema: Any, ref_path: str) -> Any:
-    """A schema with its references into itself led to where it will stand: "#/$defs/a" -> ref_path + "/$defs/a".
-
-    Raises GrammarError where it is nested too deeply for that."""
-    try:
-        return _moved(schema, ref_path)
-    except RecursionError:
-        raise GrammarError("the parameters of a tool are nested too deeply; flatten them") from None
-
-
 def _moved(schema: Any, ref_path: str) -> Any:
+    """A schema with its references into itself led to where it will stand: "#/$defs/a" -> ref_path + "/$defs/a"."""
     if isinstance(schema, list):
         return [_moved(part, ref_path) for part in schema]
     if not isinstance(schema, dict):

@@ -10,7 +10,7 @@ from sampling import ParameterError
 from serving.guard import (
     ApiError,
     EventStream,
-    Gate,
+    Guard,
     as_api_error,
     error_body,
     error_response,
@@ -144,9 +144,12 @@ def test_a_local_server_answers_to_no_other_name(host, passes):
     async def app(scope, receive, send):
         answers.append(200)
 
+    async def receive():
+        return {"type": "http.request", "body": b""}
+
     async def send(message):
         answers.extend([message["status"]] if "status" in message else [])
 
     scope = {"type": "http", "path": "/v1/models", "headers": [(b"host", host)]}
-    asyncio.run(Gate(app, local_only)(scope, None, send))
+    asyncio.run(Guard(app, 9, 9.0, local_only)(scope, receive, send))
     assert answers == [200 if passes else 403]

@@ -38,6 +38,11 @@ CASES = [
     (call("f").removesuffix("</tool_call>"), "", [("f", {})]),  # the model ended without closing
     ('<tool_call>{"name": "f", "argu', '<tool_call>{"name": "f", "argu', []),
     (call("f", '{"x": "</tool"}'), "", [("f", {"x": "</tool"})]),
+    (call("f", '{"x": "a</tool_call>\\"}{"}') + "!", "!", [("f", {"x": 'a</tool_call>"}{'})]),
+    ("Write <tool_call> first. " + call("g"), "Write <tool_call> first. ", [("g", {})]),
+    ("Write <tool_call>{x} " + call("g"), "Write <tool_call>{x} ", [("g", {})]),
+    ('Write <tool_call>{"x": ' + call("g"), 'Write <tool_call>{"x": ', [("g", {})]),
+    (call("f") + " \n" + call("g") + "<tool_call>", " \n<tool_call>", [("f", {}), ("g", {})]),
 ]
 
 
@@ -54,6 +59,7 @@ def test_any_cut_gives_the_same_text_and_calls(answer, text, calls, data):
 def test_text_is_shown_as_soon_as_it_can_be_no_call():
     parser = ToolParser(MARKED, TOOLS)
     assert parser.feed("Look <tool") == ("Look ", []) and parser.feed("box") == ("<toolbox", [])
+    assert parser.feed(" <tool_call> is") == (" <tool_call> is", [])
 
 
 def test_an_answer_that_is_nothing_but_a_call():
@@ -93,6 +99,9 @@ def test_a_demanded_call():
         assert accepts(BYTE_GUIDES, text, json_schema=schema) == allowed
     assert forced_schema(TOOLS, "g") == {"type": "object", "properties": {}, "additionalProperties": False}
     assert "additionalProperties" not in TOOLS[1]["function"]["parameters"]
+    bare = {"function": {"name": "f", "parameters": {"type": "object", "description": "none"}}}
+    assert accepts(BYTE_GUIDES, "{}", json_schema=forced_schema([bare], "f"))
+    assert not accepts(BYTE_GUIDES, '{"a": 1}', json_schema=forced_schema([bare], "f"))
 
 
 def test_references_within_the_parameters_hold_in_a_demanded_call():
