@@ -25,6 +25,14 @@ def poison(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
 
 
+def compare(name: str, *args, atol: float, rtol: float, **kwargs) -> None:
+    """An operation on the backend in use, on poisoned memory, against its reference."""
+    with pytest.MonkeyPatch.context() as patch:
+        poison(patch)
+        got = getattr(ops, name)(*args, **kwargs)
+    torch.testing.assert_close(got, getattr(kernels, name)(*args, **kwargs), atol=atol, rtol=rtol)
+
+
 def random_weight(bits, n, k, group_size, g):
     """A packed weight [n, k] with k padded to its group, codes over their whole range."""
     step = group_size or 32

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import ROWS, SEEDS, Paged, drawn, generator, ops, poison
+from kernel_cases import ROWS, SEEDS, Paged, compare, drawn, generator, ops
 
 import kernels
 from native import cpu as kernels_native
@@ -43,10 +43,7 @@ def test_attention_matches_the_reference(
     seqs, pad, softcap, dtype, kv_heads, group, head_dim, block_size, window, seed
 ):
     paged = Paged(seqs, kv_heads * group, kv_heads, head_dim, block_size, generator(seed), dtype, pad)
-    with pytest.MonkeyPatch.context() as patch:
-        poison(patch)
-        got = ops.paged_attention(*paged.args(window, softcap))
-    torch.testing.assert_close(got, kernels.paged_attention(*paged.args(window, softcap)), atol=2e-5, rtol=2e-5)
+    compare("paged_attention", *paged.args(window, softcap), atol=2e-5, rtol=2e-5)
 
 
 @drawn

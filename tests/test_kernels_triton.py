@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from kernel_cases import SEEDS, Paged, generator, ops, poison, random_weight
+from kernel_cases import SEEDS, Paged, compare, generator, ops, random_weight
 
 import kernels
 
@@ -41,7 +41,8 @@ def test_the_triton_kernels_in_the_interpreter():
     assert " passed" in result.stdout
 
 
-def on(device, *values):
+def on_device(*values):
+    device = torch.get_default_device()
     return [v.to(device) if isinstance(v, torch.Tensor) else v for v in values]
 
 
@@ -56,11 +57,7 @@ def on(device, *values):
 def test_attention_matches_the_reference(seqs, kv_heads, group, head_dim, block_size, window, softcap, pad, seed):
     with torch.device("cpu"):
         paged = Paged(seqs, kv_heads * group, kv_heads, head_dim, block_size, generator(seed), pad_rows=pad)
-    args = on(torch.get_default_device(), *paged.args(window, softcap))
-    with pytest.MonkeyPatch.context() as patch:
-        poison(patch)
-        got = ops.paged_attention(*args)
-    torch.testing.assert_close(got, kernels.paged_attention(*args), atol=2e-5, rtol=2e-5)
+    compare("paged_attention", *on_device(*paged.args(window, softcap)), atol=2e-5, rtol=2e-5)
 
 
 @in_triton
@@ -76,26 +73,16 @@ def test_linear_matches_the_reference(rows, bits, n, k, group_size, gate, activa
     with torch.device("cpu"):
         g = generator(seed)
         packed, x, bias = random_weight(bits, n, k, group_size, g), torch.randn(rows, k, generator=g), torch.randn(n)
-    x, packed, bias = on(torch.get_default_device(), x, packed, bias)
-    with pytest.MonkeyPatch.context() as patch:
-        poison(patch)
-        got = getattr(ops, f"int{bits}_linear")(
-            x, packed, n, group_size, bias=bias, silu_gate=gate, activation=activation
-        )
-    want = getattr(kernels, f"int{bits}_linear")(
-        x, packed, n, group_size, bias=bias, silu_gate=gate, activation=activation
-    )
-    torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-4)
+    x, packed, bias = on_device(x, packed, bias)
+    options = {"bias": bias, "silu_gate": gate, "activation": activation}
+    compare(f"int{bits}_linear", x, packed, n, group_size, **options, atol=1e-3, rtol=1e-4)
 
 
 @in_triton
 def test_a_query_row_is_the_same_bits_in_any_company():
     with torch.device("cpu"):
         paged = Paged([(600, 1), (70, 17), (5, 5)], 6, 2, 16, 4, generator(0))
-    q, *rest = on(torch.get_default_device(), *paged.args())
-    k, v, tables, starts, lens, scale, window, softcap = rest
-    together = ops.paged_attention(q, *rest)
-    alone = ops.paged_attention(
-        q[:1], k, v, tables[:1], torch.tensor([0, 1], dtype=torch.int32), lens[:1], scale, window, softcap
-    )
+    q, k, v, tables, starts, lens, *rest = on_device(*paged.args())
+    together = ops.paged_attention(q, k, v, tables, starts, lens, *rest)
+    alone = ops.paged_attention(q[:1], k, v, tables[:1], starts[:2], lens[:1], *rest)
     assert torch.equal(alone, together[:1])
