@@ -34,8 +34,8 @@ from benchmarks.past import BATCHINGS, RESERVES, scheduler_class
 from checkpoint import open_checkpoint
 from compiled import GPU_BUCKETS, CapturedRunner, CompiledRunner, ModelRunner, cuda_capture, tape_capture
 from drafting.budget import Speculator, StepCost
-from drafting.draft_model import DraftModel, make_proposer
-from drafting.head import HeadProposer
+from drafting.draft_model import DraftModel, check_same_tokens, first_layers
+from drafting.head import SHIPPED, HeadProposer, computed_anew, load_head
 from engine import Engine
 from formats.command_line import add_flags, as_command, given, refuse_unused, warn
 from kv_paged import (
@@ -56,6 +56,7 @@ from request import Delta, Request, RequestOutput
 from sampling import SamplerState, SamplingParams, sample
 from scheduler import POLICIES, PREEMPTIONS
 from serving import terminal
+from speculative import NgramProposer
 from tokenizer import Tokenizer
 
 TYPICAL_CONTEXT = 256  # tokens, where the cost of a step is measured
@@ -327,22 +328,28 @@ class LLM:
 
     def _proposer(self):
         """Who guesses."""
-        options = self.options
-        quant = options.draft_quant or options.quant
-
-        def load(name: str) -> tuple[Transformer, Tokenizer]:
-            checkpoint = open_checkpoint(name)
-            return self._transformer(checkpoint, quant, self.model.dtype), Tokenizer.from_checkpoint(checkpoint)
-
-        captured = isinstance(self.runner, CapturedRunner) and self.device.type == "cpu"
-        return make_proposer(
-            options.speculate,
-            self.engine,
-            load,
-            self._runner,
-            options.verify == "rejection",
-            self.runner.capture if captured else None,
-        )
+        options, target, kv = self.options, self.model, self.kv
+        kind, colon, what = options.speculate.partition(":")
+        if options.speculate == "ngram":
+            return NgramProposer()
+        if kind == "head" and (what or not colon):
+            captured = isinstance(self.runner, CapturedRunner) and self.device.type == "cpu"
+            capture = self.runner.capture if captured else computed_anew
+            return HeadProposer(load_head(what or SHIPPED, target), self.engine, capture)
+        if kind == "self" and what.isdecimal():
+            draft = first_layers(target, int(what))
+        elif kind == "draft" and what:
+            checkpoint = open_checkpoint(what)
+            draft = self._transformer(checkpoint, options.draft_quant or options.quant, target.dtype)
+            check_same_tokens(Tokenizer.from_checkpoint(checkpoint), self.tokenizer)
+        else:
+            raise ValueError(
+                f"speculate={options.speculate!r} is not known; use ngram, head, head:<file.safetensors>, "
+                "draft:<model> or self:<number of layers>"
+            )
+        c, size = draft.config, (kv.num_blocks, kv.block_size)  # as many pages as the target has
+        pages = KVCache(len(draft.layers), *size, c.num_kv_heads, c.head_dim, draft.dtype, self.device)
+        return DraftModel(self._runner(draft, pages), target.config.vocab_size, options.verify == "rejection")
 
     def _speculator(self, proposer) -> Speculator:
         """Measure what steps cost by their rows, which says how much guessing pays."""

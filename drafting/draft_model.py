@@ -24,15 +24,14 @@ import torch
 from torch import nn
 
 from compiled import ModelRunner
-from drafting.head import SHIPPED, HeadProposer, computed_anew, load_head
-from engine import Engine, lay_out
-from kv_paged import BlockPool, BlockTables, KVCache
+from engine import lay_out
+from kv_paged import BlockPool, BlockTables
 from model import Transformer
 from radix import RadixCache
 from request import Answer
 from sampling import Sampled, draw, probabilities, sample
 from scheduler import Sequence, Step
-from speculative import GUESS, NgramProposer
+from speculative import GUESS
 from tokenizer import Tokenizer
 
 
@@ -167,32 +166,6 @@ class DraftModel:
             return None
         draft.answer.guess_probs.append(q)
         return draw(q, draft.sampler.uniform(GUESS))
-
-
-def make_proposer(speculate: str, engine: Engine, load, make_runner, rejection: bool, capture=None):
-    """The proposer that LLM's `speculate` asks for. capture: what may record the rounds of a head (None: nothing).
-
-    load(name) -> (Transformer, Tokenizer) of a draft model, which gets a pool as large as the target's.
-    """
-    target, kv = engine.model, engine.kv
-    kind, colon, what = speculate.partition(":")
-    if speculate == "ngram":
-        return NgramProposer()
-    if kind == "head" and (what or not colon):
-        return HeadProposer(load_head(what or SHIPPED, target), engine, capture or computed_anew)
-    if kind == "self" and what.isdecimal():
-        draft = first_layers(target, int(what))
-    elif kind == "draft" and what:
-        draft, tokenizer = load(what)
-        check_same_tokens(tokenizer, engine.tokenizer)
-    else:
-        raise ValueError(
-            f"speculate={speculate!r} is not known; use ngram, head, head:<file.safetensors>, draft:<model> or "
-            "self:<number of layers>"
-        )
-    c, size = draft.config, (kv.num_blocks, kv.block_size)
-    pages = KVCache(len(draft.layers), *size, c.num_kv_heads, c.head_dim, draft.dtype, kv.data.device)
-    return DraftModel(make_runner(draft, pages), target.config.vocab_size, rejection)
 
 
 def first_layers(model: Transformer, k: int) -> Transformer:
