@@ -174,7 +174,7 @@ def first_layers(model: Transformer, k: int) -> Transformer:
         raise ValueError(f"speculate='self:{k}': a draft has 1 to {len(model.layers) - 1} of this model's layers")
     twin = copy.copy(model)
     twin._modules = dict(model._modules)
-    twin.layers = nn.ModuleList(list(model.layers)[:k])
+    twin.layers, twin.cos_sin = nn.ModuleList(list(model.layers)[:k]), model.cos_sin[:k]
     return twin
 
 
