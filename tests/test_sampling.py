@@ -123,10 +123,7 @@ def test_illegal_values_are_refused_by_name(field, value):
         ({"best_of": 4, "beam_width": 4}, "best_of=4 is not allowed: it must be None with beam_width"),
         ({"temperature": 0.7, "beam_width": 4}, "temperature=0.7 is not allowed: it must be 0 or 1 with beam_width"),
         ({"top_p": 0.9, "beam_width": 4}, "top_p=0.9 is not allowed: it must be 1 with beam_width: a beam search does"),
-        ({"top_k": 5, "beam_width": 4}, "top_k=5 is not allowed: it must be 0 or -1 with beam_width"),
-        ({"min_p": 0.1, "beam_width": 4}, "min_p=0.1 is not allowed: it must be 0 with beam_width"),
         ({"regex": "a", "json_schema": {}}, "json_schema={} is not allowed: it must be None when regex is given"),
-        ({"regex": "a", "choice": ["a"]}, "choice=('a',) is not allowed: it must be None when regex is given"),
         ({"grammar": "a", "choice": ["a"]}, "grammar='a' is not allowed: it must be None when choice is given"),
     ],
 )
@@ -262,16 +259,13 @@ def test_a_real_vocabulary_equals_a_full_sort_exactly(shape):
         assert torch.equal(probabilities(row, state(**fields)), weights / weights.sum()), fields
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_a_nucleus_that_ends_exactly_on_a_border_takes_no_token_more(seed):
-    """top_p set to the very share of the best tokens: the first rank to reach it is the last one kept."""
-    row = normal(1, 40, seed)[0]
-    weights = sorted(sorted_reference(row, SamplingParams()).tolist(), reverse=True)
-    for kept in range(1, 41):
-        top_p = sum(weights[:kept]) / sum(weights)
-        for fields in ({"top_p": top_p}, {"top_p": top_p, "top_k": 39}):
-            expected = sorted_reference(row, SamplingParams(**fields)) > 0
-            assert torch.equal(probabilities(row, state(**fields)) > 0, expected)
+@pytest.mark.parametrize("kept", [1, 40, 511, 512, 513, 4096, 4097, 40_000])
+def test_a_nucleus_that_ends_exactly_on_a_border_takes_no_token_more(kept):
+    row = SHAPES["flat"]()
+    weights = sorted_reference(row, SamplingParams()).sort(descending=True).values
+    fields = {"top_p": float(weights[:kept].sum() / weights.sum())}
+    expected = sorted_reference(row, SamplingParams(**fields)) > 0
+    assert torch.equal(probabilities(row, state(**fields)) > 0, expected)
 
 
 @given(LOGIT_LISTS, st.floats(0.01, 0.999), st.sampled_from([{}, {"top_k": 5}, {"temperature": 2.0, "min_p": 0.01}]))
@@ -291,13 +285,6 @@ def test_typical_p_equals_a_plain_reference(values, share, fields):
     assert p[kept].sum() - p[kept & (distance >= last - 1e-9)].max() < share + 1e-9, "and no token more"
 
 
-def test_typical_p_drops_a_token_that_is_too_likely():
-    row = torch.tensor([math.log(0.4), *[math.log(0.06)] * 10])
-    assert probabilities(row, state(typical_p=0.5)).nonzero().flatten().tolist() == list(range(1, 10)), "ties by id"
-    assert probabilities(row, state(typical_p=0.5, top_p=0.3)).tolist() == [1.0, *[0.0] * 10], "after the other filters"
-    assert tokens(sample(row[None], [state(typical_p=0.5, temperature=0)])) == [0], "greedy is greedy"
-
-
 def test_draw_never_lands_on_nothing():
     """A u on a border belongs to the right, and the last one still hits the last token that has weight."""
     assert sampling.draw(torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0]), 0.0) == 1
@@ -308,7 +295,7 @@ def test_draw_never_lands_on_nothing():
 
 
 @given(
-    st.integers(0, 10_000), st.sampled_from([0.3, 1.0, 1.7]), st.floats(0.05, 1), st.integers(0, 30), st.floats(0, 0.5)
+    st.integers(0, 10_000), st.sampled_from([0.3, 1, 1.7]), st.floats(0.05, 1), st.integers(0, 30), st.floats(0, 0.5)
 )
 def test_probabilities_are_the_textbook_softmax_filters(seed, temperature, top_p, top_k, min_p):
     """In float64 without whole numbers: agreement to what half a weight per token can move."""
@@ -334,22 +321,18 @@ DRAWN += [{"temperature": 1.3, "min_p": 0.02, "top_k": 7, "top_p": 0.93, "repeti
 
 
 @pytest.mark.parametrize("fields", DRAWN)
-@pytest.mark.parametrize("vary", ["seed", "position"])
-def test_draws_follow_the_distribution(fields, vary):
-    """Chi-square over a vocabulary of 9, u taken over many seeds at one position, or along one request."""
+def test_draws_follow_the_distribution(fields):
+    """Chi-square over a vocabulary of 9, along one request."""
     row, draws = torch.tensor([2.0, 0.5, 1.0, -1.0, 0.0, 1.5, -3.0, 0.7, 1.0]), 1200
     seen = state([0, 1], [1, 3, 3], **fields)
     exact, processed = probabilities(row, seen), constrained(row, seen)[None]
     # Penalties are applied once, so that each draw starts from the same row.
     plain = {name: value for name, value in fields.items() if "penalty" not in name}
-    if vary == "seed":
-        counts = Counter(sample(processed, [state(seed=seed, **plain)])[0].token for seed in range(draws))
-    else:
-        walker, counts = state(seed=7, **plain), Counter()
-        for _ in range(draws):
-            token = sample(processed, [walker])[0].token
-            counts[token] += 1
-            walker.commit(token)
+    walker, counts = state(seed=7, **plain), Counter()
+    for _ in range(draws):
+        token = sample(processed, [walker])[0].token
+        counts[token] += 1
+        walker.commit(token)
     support = exact.nonzero().squeeze(1).tolist()
     assert set(counts) <= set(support)
     statistic = sum((counts[i] - draws * float(exact[i])) ** 2 / (draws * float(exact[i])) for i in support)

@@ -13,7 +13,6 @@ zero, where forgetting them would go unnoticed.
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import torch
@@ -35,31 +34,16 @@ CORPUS = (
 
 
 def hf_folder(
-    path: str | Path,
-    arch: str,
-    seed: int = 0,
-    tokenizer: bool = True,
-    dtype: str = "float32",
-    max_shard_size: str | int = "5GB",
-    **overrides,
+    path: str | Path, arch: str, seed: int = 0, tokenizer=True, dtype="float32", max_shard_size="5GB", **overrides
 ) -> Path:
     """Save a random checkpoint of `arch` (one of ARCHITECTURES) at `path`; `overrides` are fields of its config."""
     import transformers
 
-    shape = dict(
-        vocab_size=320,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=None,
-    )
+    shape = {
+        "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
+    }  # fmt: skip
     if arch in ("qwen3", "gemma3"):
         shape["head_dim"] = 32  # not hidden_size / heads, as in the real ones
     if arch == "gemma3":  # a window in the first of the two layers
@@ -87,12 +71,9 @@ def save_tokenizer(path: str | Path, vocab_size: int = 320) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(SPECIALS),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    options = {"special_tokens": list(SPECIALS), "initial_alphabet": alphabet, "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, **options)
     tokenizer.train_from_iterator(CORPUS * 3, trainer)
     path = Path(path)
     tokenizer.save(str(path / "tokenizer.json"))
@@ -104,38 +85,6 @@ def save_tokenizer(path: str | Path, vocab_size: int = 320) -> None:
         "chat_template": CHAT_TEMPLATE,
     }
     (path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-
-
-GGUF_NAMES = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
-GEMMA3_NAMES = GGUF_NAMES | {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-
-
-def gguf_name(name: str, arch: str = "llama") -> str:
-    """model.layers.0.self_attn.q_proj.weight -> blk.0.attn_q.weight"""
-    outer = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-    stem, _, kind = name.rpartition(".")
-    if stem in outer:
-        return f"{outer[stem]}.{kind}"
-    layer, _, part = stem.removeprefix("model.layers.").partition(".")
-    return f"blk.{layer}.{(GEMMA3_NAMES if arch == 'gemma3' else GGUF_NAMES)[part]}.{kind}"
 
 
 def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -154,6 +103,8 @@ def gguf_file(hf_path: str | Path, out: str | Path, quant: str = "F32") -> Path:
     hf_path, out = Path(hf_path), Path(out)
     config = json.loads((hf_path / "config.json").read_text(encoding="utf-8"))
     arch = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config["model_type"], config["model_type"])
+    kinds = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(kinds[arch], config["num_hidden_layers"])
     writer = gguf.GGUFWriter(str(out), arch)
     write_metadata(writer, gguf, config)
     if (hf_path / "tokenizer.json").exists():
@@ -169,7 +120,8 @@ def gguf_file(hf_path: str | Path, out: str | Path, quant: str = "F32") -> Path:
                 if arch == "gemma3" and "norm" in name:
                     value = value + 1
                 kind = gguf.GGMLQuantizationType[quant if value.ndim == 2 else "F32"]
-                writer.add_tensor(gguf_name(name, arch), gguf.quants.quantize(value.numpy(), kind), raw_dtype=kind)
+                written = names.get_name(name, try_suffixes=(".weight", ".bias"))
+                writer.add_tensor(written, gguf.quants.quantize(value.numpy(), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -179,21 +131,22 @@ def gguf_file(hf_path: str | Path, out: str | Path, quant: str = "F32") -> Path:
 
 def write_metadata(writer, gguf, config: dict) -> None:
     """The hyperparameters, under the names llama.cpp gives them."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     rope = config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
+    numbers = {
+        "vocab_size": config["vocab_size"], "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"], "block_count": config["num_hidden_layers"],
+        "feed_forward_length": config["intermediate_size"], "head_count": config["num_attention_heads"],
+        "head_count_kv": config["num_key_value_heads"], "layer_norm_rms_eps": config["rms_norm_eps"],
+        "key_length": head_dim, "value_length": head_dim, "rope_dimension_count": head_dim,
+        "rope_freq_base": rope.get("rope_theta", 10000.0),
+    }  # fmt: skip
+    for name, number in numbers.items():
+        getattr(writer, f"add_{name}")(number)
     if config["model_type"] == "mistral" and config["sliding_window"]:
         writer.add_sliding_window(config["sliding_window"])
     if config["model_type"] == "gemma3_text":
@@ -206,20 +159,9 @@ def write_metadata(writer, gguf, config: dict) -> None:
     if kind == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if kind == "llama3":
-        factors = llama3_factors(rope, head_dim)
-        writer.add_tensor("rope_freqs.weight", factors.numpy())
-
-
-def llama3_factors(rope: dict, head_dim: int) -> torch.Tensor:
-    """The divisor of each rotary frequency under Llama 3.1's rule, kept by llama.cpp as a tensor: [head_dim / 2]."""
-    factors = []
-    for i in range(0, head_dim, 2):
-        wavelength = 2 * math.pi * rope["rope_theta"] ** (i / head_dim)
-        turns = rope["original_max_position_embeddings"] / wavelength
-        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
-        factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
-    return torch.tensor(factors)
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(**config), "cpu")  # [head_dim / 2]
+        plain = rope["rope_theta"] ** -(torch.arange(0, head_dim, 2) / head_dim)
+        writer.add_tensor("rope_freqs.weight", (plain / scaled).numpy())  # llama.cpp keeps the divisors
 
 
 def write_tokenizer(writer, hf_path: Path, vocab_size: int) -> None:
