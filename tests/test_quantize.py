@@ -2,7 +2,7 @@
 
 import dataclasses
 
-import gguf as oracle_gguf
+import gguf as oracle
 import pytest
 import torch
 from hypothesis import given
@@ -55,13 +55,11 @@ class Memory:
 
 def blocks_of(kind: str, weight: torch.Tensor) -> gguf.Blocks:
     """`weight` quantised by the PyPI package `gguf`."""
-    oracle = oracle_gguf
     raw = torch.from_numpy(oracle.quants.quantize(weight.numpy(), oracle.GGMLQuantizationType[kind]))
     return gguf.Blocks(kind, tuple(weight.shape), raw.view(len(weight), weight.shape[1] // 32, -1))
 
 
 def oracle_weight(blocks: gguf.Blocks) -> torch.Tensor:
-    oracle = oracle_gguf
     raw = blocks.data.reshape(len(blocks.data), -1).numpy()
     return torch.from_numpy(oracle.quants.dequantize(raw, oracle.GGMLQuantizationType[blocks.kind]))
 
@@ -96,12 +94,6 @@ def test_int4_bytes_are_those_of_the_docstring():
     assert packed.tolist() == [[i | (15 - i) << 4 for i in range(16)]]
 
 
-@given(st.integers(1, 40), st.integers(1, 6), st.integers(0, 2**31))
-def test_pack_and_unpack_are_inverse(n, blocks, seed):
-    q = torch.randint(0, 16, (n, 32 * blocks), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-    assert torch.equal(unpack_nibbles(pack_nibbles(q)), q)
-
-
 @pytest.mark.parametrize("scheme", STEPS, ids=lambda s: s.name)
 @pytest.mark.parametrize("shape", [(1, 1), (5, 48), (16, 64), (33, 200)], ids=str)
 def test_stored_layout_and_layer_bytes_follow_the_formula(scheme, shape):
@@ -124,18 +116,12 @@ def weights(draw):
     """Matrices of odd shapes and sizes: with outliers, constant groups, zero groups, and offsets far from zero."""
     n, k = draw(st.integers(1, 20)), draw(st.integers(1, 200))
     w = torch.randn(n, k, generator=torch.Generator().manual_seed(draw(st.integers(0, 2**31))))
-    w = w * draw(st.sampled_from([1e-43, 1e-30, 1e-7, 1e-3, 0.05, 1.0, 300.0])) + draw(
-        st.sampled_from([0.0, 0.0, -0.7, 40.0])
-    )
+    w *= draw(st.sampled_from([1e-43, 1e-30, 1e-7, 1e-3, 0.05, 1.0, 300.0]))
+    w += draw(st.sampled_from([0.0, 0.0, -0.7, 40.0]))
     for _ in range(draw(st.integers(0, 3))):
         row, column = draw(st.integers(0, n - 1)), draw(st.integers(0, k - 1))
-        match draw(st.sampled_from(["outlier", "constant", "zero"])):
-            case "outlier":
-                w[row, column] = draw(st.sampled_from([-900.0, 900.0]))
-            case "constant":
-                w[row, column:] = w[row, column].item()
-            case "zero":
-                w[row, column:] = 0
+        end = draw(st.sampled_from([column + 1, k]))
+        w[row, column:end] = draw(st.sampled_from([-900.0, 0.0, 0.1, 900.0]))
     return w
 
 
@@ -179,10 +165,8 @@ def test_quantising_in_chunks_changes_nothing(monkeypatch):
         rows = quantize_rows(w, scheme)
         assert torch.equal(rows.parts["qweight"], whole[scheme.name].parts["qweight"])
         assert torch.equal(values(rows), values(whole[scheme.name]))
-        for part, same in zip(
-            quantised_layer(rows).buffers(), quantised_layer(whole[scheme.name]).buffers(), strict=True
-        ):
-            assert torch.equal(part, same)
+        one, other = quantised_layer(rows), quantised_layer(whole[scheme.name])
+        assert all(map(torch.equal, one.buffers(), other.buffers()))
 
 
 @pytest.mark.parametrize("scheme", STEPS, ids=lambda s: s.name)
@@ -221,10 +205,9 @@ def test_damaged_blocks_are_refused_by_name():
             linear_from_checkpoint(Memory({"a.weight": blocks}), ["a.weight"], scheme, torch.float32)
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-def test_weights_beyond_fp16_are_refused_where_scales_are_fp16(sign):
+def test_weights_beyond_fp16_are_refused_where_scales_are_fp16():
     w = torch.randn(3, 64)
-    w[1, 5] = sign * 1e8
+    w[1, 5], w[2, 7] = 1e8, -1e8
     for scheme in STEPS:
         if scheme.group_size:
             with pytest.raises(ValueError, match=r"big\.weight.*1e\+08.*int8"):
@@ -288,20 +271,14 @@ def test_a_q4_0_scale_whose_minimum_leaves_fp16_is_quantised_anew():
     assert_within_half_a_step(rows, oracle_weight(blocks))
 
 
-@pytest.mark.parametrize(
-    "kind, scheme, group",
-    [
-        ("Q4_1", "int8", 0),
-        ("Q4_1", "int4-g64", 64),
-        ("Q8_0", "int4", 32),
-        ("Q5_1", "int4", 32),
-        ("Q4_0", "int8-g32", 32),
-    ],
-)
-def test_other_pairs_are_quantised_anew(kind, scheme, group):
+OTHERS = [("Q4_1", "int8"), ("Q4_1", "int4-g64"), ("Q8_0", "int4"), ("Q5_1", "int4"), ("Q4_0", "int8-g32")]
+
+
+@pytest.mark.parametrize("kind, scheme", OTHERS)
+def test_other_pairs_are_quantised_anew(kind, scheme):
     blocks = blocks_of(kind, torch.randn(7, 64))
     layer = linear_from_checkpoint(Memory({"a": blocks}), ["a"], scheme, torch.float32)
-    assert layer.group_size == group
+    assert layer.scheme is SCHEMES[scheme]
     expected = quantize_rows(oracle_weight(blocks), SCHEMES[scheme])
     assert torch.equal(values(layer), values(expected))
 
