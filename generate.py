@@ -1,13 +1,9 @@
 """The composition: `EngineConfig`, `LLM`, and the command line.
 
-    from generate import LLM
-    from sampling import SamplingParams
     llm = LLM(model="smollm2", quant="int4", compile=True)
     print(llm.generate(["Once upon a time"], SamplingParams(temperature=0, max_tokens=32))[0].outputs[0].text)
 
-    python generate.py --compile --quant int4 --prompt "The capital of France is"
-
-`LLM` puts the files of this repository together and nothing else. The words are vLLM's. An option is one field of
+`LLM` puts the files of this repository together and nothing else; the words are vLLM's. An option is one field of
 EngineConfig: the arguments of `LLM`, the flags of every command and `--help` are made from these fields.
 
     options ──► device, kernels ──► checkpoint ──► tokenizer, model ──► pages in the memory that is left ──┐
@@ -115,17 +111,15 @@ class EngineConfig:
                 raise ValueError(f"{f.name}={value!r} is not known; choose one of {', '.join(one_of)}")
             if value is not None and value < f.metadata.get("least", value):
                 raise ValueError(f"{f.name}={value}: must be at least {f.metadata['least']}")
-        if self.num_blocks is not None and self.kv_memory is not None:
+        blocks, memory, cache, drafts = self.num_blocks, self.kv_memory, self.prefix_cache, self.speculate or ""
+        if blocks is not None and memory is not None:
+            raise ValueError(f"num_blocks={blocks} and kv_memory={memory} both size the pool: give one of them")
+        if self.reserve == "contiguous" and cache != "none":
+            raise ValueError(f'reserve="contiguous" shares no blocks: prefix_cache must be "none", not {cache!r}')
+        if self.draft_quant is not None and not drafts.startswith("draft:"):
             raise ValueError(
-                f"num_blocks={self.num_blocks} and kv_memory={self.kv_memory} both size the pool: give one of them"
+                f"draft_quant={self.draft_quant!r} needs speculate='draft:<model>', not {self.speculate!r}"
             )
-        if self.reserve == "contiguous" and self.prefix_cache != "none":
-            raise ValueError(
-                f'reserve="contiguous" shares no blocks: prefix_cache must be "none", not {self.prefix_cache!r}'
-            )
-        if self.draft_quant is not None and not (self.speculate or "").startswith("draft:"):
-            needed = f"needs speculate='draft:<model>', not {self.speculate!r}"
-            raise ValueError(f"draft_quant={self.draft_quant!r} {needed}")
 
 
 class LLM:
@@ -161,10 +155,8 @@ class LLM:
             prompts = [prompts]
         if not isinstance(params, (list, tuple)):
             params = [SamplingParams() if params is None else params] * len(prompts)
-        if len(params) != len(prompts):
-            raise ValueError(
-                f"{len(prompts)} prompts but {len(params)} SamplingParams: give one for all or one for each"
-            )
+        if (n := len(prompts)) != len(params):
+            raise ValueError(f"{n} prompts but {len(params)} SamplingParams: give one for all or one for each")
         requests: list[Request] = []
         try:
             for prompt, p in zip(prompts, params, strict=True):
@@ -174,8 +166,7 @@ class LLM:
                     self._step()
         finally:  # refused halfway, or interrupted: nothing of this call stays behind
             for request in requests:
-                if not request.finished:
-                    self.engine.abort(request)
+                self.engine.abort(request)
         return [request.output() for request in requests]
 
     def chat(self, messages: list[dict], params: SamplingParams | None = None, **template_options) -> RequestOutput:
@@ -184,10 +175,7 @@ class LLM:
         return self.generate([ids], SamplingParams(max_tokens=None) if params is None else params)[0]
 
     def stream(self, prompt: str | list[int], params: SamplingParams | None = None) -> Iterator[Delta]:
-        """The answer as it is made. Closing the generator early aborts the request.
-
-        Several streams may be open at once, and other calls made meanwhile: each step serves all of them.
-        """
+        """The answer as it is made. Closing the generator early aborts it; several may be open, beside other calls."""
         request = self.add(prompt, SamplingParams() if params is None else params)
         unread = self.streams[request] = deque()
         try:
@@ -212,12 +200,9 @@ class LLM:
 
     def stats(self) -> dict:
         """Blocks free, cached, live and total; requests running and waiting; counters; graphs compiled."""
-        counts = {
-            "graphs_compiled": self.runner.graphs_compiled,
-            "steps_captured": self.runner.steps_captured,
-            "compile_s": self.runner.seconds,
-        }
-        speculator = self.engine.speculator
+        runner, speculator = self.runner, self.engine.speculator
+        counts = {"graphs_compiled": runner.graphs_compiled, "steps_captured": runner.steps_captured}
+        counts |= {"compile_s": runner.seconds}
         return self.scheduler.stats() | counts | (speculator.stats() if speculator is not None else {})
 
     def _step(self) -> None:
@@ -239,9 +224,9 @@ class LLM:
             raise ValueError(f"max_model_len={options.max_model_len}: this model takes 2 to {most} tokens")
         self.tokenizer = Tokenizer.from_checkpoint(checkpoint)
         torch.set_num_threads(1)  # loading is many small operations: threads would only wait for each other
-        dtype = options.dtype if options.dtype != "auto" else "float32"
-        if options.dtype == "auto" and self.device.type != "cpu":
-            dtype = self.config.dtype
+        dtype = options.dtype
+        if dtype == "auto":
+            dtype = "float32" if self.device.type == "cpu" else self.config.dtype
         self.model = self._transformer(checkpoint, options.quant, DTYPES[dtype])
         # Quantised products run on the native kernels' own threads. Those of torch would still spin for a while after
         # each of its operations, on the cores that the next kernel needs.
@@ -297,26 +282,19 @@ class LLM:
 
     def _runner(self, model: Transformer, kv: KVCache) -> ModelRunner:
         """How steps of a model are computed: captured where kernels do the arithmetic, else compiled (compiled.py)."""
-        options = self.options
+        options, backend = self.options, kernels.backend()
         if not options.compile:
             return ModelRunner(model, kv)
-        capture = self._capture(model)
-        on_gpu = self.device.type == "cuda"
-        compiled = on_gpu or capture is None
-        inner = CompiledRunner(model, kv, quiet=options.quiet) if compiled else ModelRunner(model, kv)
-        if capture is None:
-            return inner
-        # A replay is cheap to record on a CPU: every batch size is a bucket of its own, and nothing is padded.
-        buckets = [b for b in GPU_BUCKETS if b < options.max_num_seqs] if on_gpu else range(1, options.max_num_seqs)
+        if backend == "native" and has_kernels(model) and model.dtype == torch.float32 and model.native_only:
+            # A replay is cheap to record on a CPU: every batch size is a bucket of its own, and nothing is padded.
+            inner, capture, buckets = ModelRunner(model, kv), tape_capture, range(1, options.max_num_seqs)
+        else:
+            inner, capture, buckets = CompiledRunner(model, kv, quiet=options.quiet), cuda_capture, GPU_BUCKETS
+            if backend != "triton":  # the reference kernels read lengths back, which a graph cannot wait for
+                return inner
+        buckets = [b for b in buckets if b < options.max_num_seqs]
         widest = blocks_needed(self.max_model_len, kv.block_size)
         return CapturedRunner(inner, [*buckets, options.max_num_seqs], widest, capture)
-
-    def _capture(self, model: Transformer):
-        """What records a decode step of `model`; None where nothing can."""
-        if self.device.type == "cuda":  # the reference kernels read lengths back, which a graph cannot wait for
-            return cuda_capture if kernels.backend() == "triton" else None
-        native = kernels.backend() == "native" and has_kernels(model) and model.dtype == torch.float32
-        return tape_capture if native and model.native_only else None
 
     def _warm_up(self) -> None:
         """Compile or capture now, not in the middle of the first answer. Other batch sizes wait for their first use."""
@@ -333,8 +311,8 @@ class LLM:
         if options.speculate == "ngram":
             return NgramProposer()
         if kind == "head" and (what or not colon):
-            captured = isinstance(self.runner, CapturedRunner) and self.device.type == "cpu"
-            capture = self.runner.capture if captured else computed_anew
+            tape = isinstance(self.runner, CapturedRunner) and self.runner.capture is tape_capture
+            capture = tape_capture if tape else computed_anew
             return HeadProposer(load_head(what or SHIPPED, target), self.engine, capture)
         if kind == "self" and what.isdecimal():
             draft = first_layers(target, int(what))
@@ -377,18 +355,15 @@ class LLM:
 
 def choose_device(name: str) -> torch.device:
     """ "auto" is the GPU if torch sees one."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device={name!r}, but torch {torch.__version__} sees no GPU; use --device cpu")
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not (match := re.fullmatch(r"auto|cpu|cuda(?::(\d+))?", name)):
         raise ValueError(f"device={name!r} is not known; use auto, cpu, cuda or cuda:N")
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device={name!r}, but torch sees {torch.cuda.device_count()} GPU(s), counted from 0")
-    if device.index is not None and device.type == "cuda":  # without a number it is the current one
-        torch.cuda.set_device(device)  # where Triton launches, and graphs are captured
-    return device
+    index = match[1] and int(match[1])
+    if name.startswith("cuda") and (index or 0) >= gpus:
+        raise ValueError(f"device={name!r}, but torch {torch.__version__} sees {gpus} GPU(s), counted from 0")
+    if index is not None:  # without a number it is the current one
+        torch.cuda.set_device(index)  # where Triton launches, and graphs are captured
+    return torch.device(("cuda" if gpus else "cpu") if name == "auto" else name)
 
 
 def set_backend(name: str, device: torch.device, threads: int | None) -> None:

@@ -1,12 +1,8 @@
 """What a person at a terminal sees: an answer as it is made, a conversation, and figures beside their floor.
 
 stdout carries the answer (with --json one JSON object), stderr everything else. The closing line and --json show the
-same numbers: time to the first token (TTFT) and time per later token (TPOT) apart, since arithmetic bounds the one and
-memory the other, and the decode floor of benchmarks/roofline.py:
-
-    12 prompt tokens, TTFT 40 ms (300 tok/s) | 32 tokens, TPOT 5.0 ms, 200 tok/s | ... = 80% of the floor's 250 tok/s
-
-Left out: colours, and editing a conversation.
+same numbers: time to the first token (TTFT), which arithmetic bounds, and time per later token (TPOT), which memory
+bounds, beside the decode floor of benchmarks/roofline.py. Left out: colours, and editing a conversation.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ import json
 import statistics
 import sys
 import time
-from typing import TextIO
+from collections.abc import Callable
 
 from benchmarks.roofline import decode_floor, read_bandwidth
 from formats.command_line import warn
@@ -29,15 +25,12 @@ from sampling import SamplingParams
 
 def figures(llm, request: Request) -> dict:
     """What --json prints about one finished request; the closing line is made of the same numbers."""
-    result = request.output()
-    answer = result.outputs[0]
-    prompt_tokens, generated = len(request.prompt_ids), len(answer.token_ids)
+    result, config, bandwidth = request.output(), llm.config, read_bandwidth(llm.device)
+    answer, prompt_tokens = result.outputs[0], len(request.prompt_ids)
+    generated = len(answer.token_ids)
     ttft = (request.first_token or request.finished_at) - request.arrival
-    decode_s = request.finished_at - request.arrival - ttft
-    tpot = decode_s / (generated - 1) if generated > 1 else None
-    config = llm.config
+    tpot = (request.finished_at - request.arrival - ttft) / (generated - 1) if generated > 1 else None
     per_token = block_bytes(config.num_layers, 1, config.num_kv_heads, config.head_dim, llm.kv.data.element_size())
-    bandwidth = read_bandwidth(llm.device)
     floor = decode_floor(bandwidth, llm.model.step_bytes, per_token * (prompt_tokens + generated / 2))
     numbers = {
         "text": answer.text,
@@ -56,22 +49,30 @@ def figures(llm, request: Request) -> dict:
         "floor_tok_s": floor,
         "floor_share": tpot and 1 / tpot / floor,
     }
-    return numbers | details(result) | (llm.engine.speculator.stats() if llm.engine.speculator is not None else {})
+    if len(result.outputs) > 1 or answer.logprobs is not None:
+        numbers["outputs"] = answers_of(result)
+    return (
+        numbers | prompt_scores(result) | (llm.engine.speculator.stats() if llm.engine.speculator is not None else {})
+    )
 
 
-def details(result: RequestOutput) -> dict:
-    """What only --json has room for: all answers if there are several, and log-probabilities if asked for."""
-    more = {}
-    if len(result.outputs) > 1 or result.outputs[0].logprobs is not None:
-        more["outputs"] = [answer_dict(answer) for answer in result.outputs]
-    if result.prompt_logprobs is not None:
-        more["prompt_logprobs"] = [score and score._asdict() for score in result.prompt_logprobs]
-    return more
+def answers_of(result: RequestOutput) -> list[dict]:
+    def scores(answer: CompletionOutput) -> list[dict] | None:
+        return answer.logprobs and [score._asdict() for score in answer.logprobs]
+
+    return [dataclasses.asdict(answer) | {"logprobs": scores(answer)} for answer in result.outputs]
 
 
-def answer_dict(answer: CompletionOutput) -> dict:
-    scores = answer.logprobs and [score._asdict() for score in answer.logprobs]
-    return dataclasses.asdict(answer) | {"logprobs": scores}
+def prompt_scores(result: RequestOutput) -> dict:
+    scores = result.prompt_logprobs
+    return {} if scores is None else {"prompt_logprobs": [score and score._asdict() for score in scores]}
+
+
+def print_json(value: dict) -> None:
+    """One line of JSON; what stdout cannot encode is written in JSON's own escapes."""
+    text = json.dumps(value, ensure_ascii=False)
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(text if text == text.encode(encoding, "replace").decode(encoding) else json.dumps(value))
 
 
 def closing_line(f: dict) -> str:
@@ -96,7 +97,11 @@ def speculation(f: dict) -> str:
     )
 
 
-def stream_answer(llm, request: Request, out: TextIO) -> None:
+def show(text: str, end: str = "") -> None:
+    print(text, end=end, flush=True)
+
+
+def stream_answer(llm, request: Request, write: Callable[..., None] = show) -> None:
     """Run until `request` has ended, writing the text of its first answer as it comes. Interrupting aborts it.
 
     Of answers that compete (best_of) nobody knows which will be the first: it is written when all have ended.
@@ -106,29 +111,28 @@ def stream_answer(llm, request: Request, out: TextIO) -> None:
         while not request.finished:
             for delta in llm.engine.step():
                 if delta.request is request and delta.index == 0 and not competing:
-                    print(delta.text, end="", file=out, flush=True)
-        if competing:
-            print(request.output().outputs[0].text, end="", file=out, flush=True)
+                    write(delta.text, end="")
+        write(request.output().outputs[0].text if competing else "")
     finally:
         llm.engine.abort(request)
 
 
 def run_prompt(llm, args: argparse.Namespace, params: SamplingParams) -> int:
     request = llm.add(args.prompt, params)
-    out = sys.stderr if args.json else sys.stdout
     if not args.json:
-        print(args.prompt, end="", flush=True)
-    stream_answer(llm, request, out)
-    print(file=out)
+        show(args.prompt)
+    stream_answer(llm, request, warn if args.json else show)
     answers = request.output().outputs
-    for answer in answers[1:] if not args.json else []:
-        print(f"\n[{answer.index}] {args.prompt}{answer.text}")
+    if not args.json:
+        print()
+        for answer in answers[1:]:
+            print(f"\n[{answer.index}] {args.prompt}{answer.text}")
     if error := next((answer.error for answer in answers if answer.error), None):
         warn(f"error: {error}")
         return 1
     measured = figures(llm, request)
     if args.json:
-        print(json.dumps(measured, ensure_ascii=False))
+        print_json(measured)
     else:
         warn(closing_line(measured))
     return 0
@@ -153,11 +157,10 @@ def run_file(llm, args: argparse.Namespace, params: SamplingParams, prompts: lis
     seconds = time.perf_counter() - start
     tokens = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
     if args.json:
-        answers = []
-        for o in outputs:
-            result = {"prompt": o.prompt, "outputs": [answer_dict(a) for a in o.outputs], "ttft_s": o.ttft_s}
-            answers.append(result | details(o))
-        print(json.dumps({"answers": answers, "seconds": seconds, "tok_s": tokens / seconds}, ensure_ascii=False))
+        answers = [
+            {"prompt": o.prompt, "outputs": answers_of(o), "ttft_s": o.ttft_s} | prompt_scores(o) for o in outputs
+        ]
+        print_json({"answers": answers, "seconds": seconds, "tok_s": tokens / seconds})
     else:
         for output in outputs:
             for answer in output.outputs:
@@ -188,7 +191,7 @@ def run_chat(llm, args: argparse.Namespace, params: SamplingParams) -> int:
             messages.pop()
             continue
         with contextlib.suppress(KeyboardInterrupt):
-            stream_answer(llm, request, sys.stdout)
+            stream_answer(llm, request)
         print()
         messages.append({"role": "assistant", "content": request.answers[0].text})
         warn(f"[{len(request.prompt_ids)} prompt tokens, {request.num_cached_tokens} of them cached]")

@@ -1,5 +1,7 @@
 """Compiled and captured steps: a small fixed number of graphs, the same tokens, padding that touches nothing."""
 
+import dataclasses
+
 import pytest
 import tiny
 import torch
@@ -145,10 +147,12 @@ def test_a_tape_refuses_what_it_could_not_replay(folder, native):
 
 def test_steps_are_captured_on_a_gpu_only_where_no_kernel_waits_for_it(folder, monkeypatch):
     llm = LLM(str(folder), kernels="reference", num_blocks=20)
-    llm.device = torch.device("cuda")
-    assert llm._capture(llm.model) is None  # the reference attention asks how long the contexts are
+    llm.options = dataclasses.replace(llm.options, compile=True)
+    # the reference attention asks how long the contexts are
+    assert isinstance(llm._runner(llm.model, llm.kv), CompiledRunner)
     monkeypatch.setattr(kernels, "_backend", "triton")
-    assert llm._capture(llm.model) is cuda_capture
+    runner = llm._runner(llm.model, llm.kv)
+    assert runner.capture is cuda_capture and runner.buckets == [1, 2, 4, 8, 16, 32]
 
 
 def test_without_a_cpp_compiler_layers_run_uncompiled_and_say_so(tmp_path, capsys):
