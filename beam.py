@@ -1,20 +1,17 @@
 """Beam search: keep the B likeliest answers so far, not the likeliest next token.
 
 The greedy token of each step need not lie on the likeliest sequence. So hold B partial answers, extend each by every
-token, add log-probabilities, and keep the B best of all B x vocab sums. One beam may have two candidates among them and
-another none, so a step is forks and ends. Paged KV makes both nearly free: a fork shares its past by reference.
+token, and keep the B best of all B x vocab sums of log-probabilities. Paged KV makes it nearly free: a beam with two
+candidates among them is forked and shares its past, one with none gives its blocks back.
 
     scores        A -1.0 ─┬─ "cat" -1.4   kept, A goes on
                           └─ "dog" -1.6   kept, a fork of A
                   B -1.5 ─┬─ "</s>" -1.9  a finished answer, it leaves the search
                           └─ "ran" -3.0   dropped; B has no candidate and gives its blocks back
 
-Finished answers are ranked by log-probability over length. The search ends when no live beam can beat the B best
-finished ones any more; this is safe to say because a sum of log-probabilities only falls.
-
-Sources: Sutskever et al. 2014 (arXiv:1409.3215, section 3.2); Wu et al. 2016 (arXiv:1609.08144, section 7) for the
-division by length; vLLM (Kwon et al. 2023, section 4.4) for beams as forks of a block table.
-Left out: diverse beams, sampling inside the search, stop strings (refused: they lie in text, not in tokens).
+Finished answers are ranked by log-probability over length (Wu et al. 2016, arXiv:1609.08144, section 7). The search
+ends when no live beam can beat the B best of them, since sums only fall. Sources: Sutskever et al. 2014; vLLM (Kwon et
+al. 2023, section 4.4). Left out: diverse beams, sampling inside, stop strings (refused: they lie in text).
 """
 
 from __future__ import annotations
@@ -50,19 +47,14 @@ class BeamSearch:
         self.finished: list[tuple[float, list[Sampled]]] = []  # (rank score, all tokens of the answer)
 
     def offer(self, beam: Answer, logits: torch.Tensor) -> bool:
-        """Give a live beam its row; True once all beams have theirs. A beam computed again simply offers again.
-
-        No beam can be chosen over another before all have their logits, so an early beam waits; to the scheduler it is
-        a sequence with nothing to compute.
-        """
+        """Give a live beam its row; True once all have theirs. An early beam waits, with nothing to compute."""
         self.pending[beam] = logits
         return len(self.pending) == len(self.live)
 
     def advance(self, fork: Callable[[Answer], Answer], finish: Callable[[Sequence], None]) -> list[Delta]:
         """One step of the search. Returns nothing until it ends, then each answer in one delta.
 
-        fork(beam) makes another beam with the same past, finish(sequence) gives its blocks back.
-        """
+        fork(beam) makes another beam with the same past, finish(sequence) gives its blocks back."""
         candidates = self.choose()
         if not candidates and not self.finished:
             raise ValueError("no continuation is possible: logit_bias or the structure forbids every token")
@@ -136,8 +128,8 @@ class BeamSearch:
                 sequence.tokens.append(sampled.token)
                 answer.accept(sampled)
             answers.append(answer)
-            ended = answer.finish_reason, answer.stop_reason
-            deltas.append(Delta(request, index, answer.text, answer.token_ids, answer.logprobs, *ended))
+            text = answer.text, answer.token_ids, answer.logprobs
+            deltas.append(Delta(request, index, *text, answer.finish_reason, answer.stop_reason))
         return answers, deltas
 
 

@@ -1,19 +1,17 @@
 """Runners: the model as it is, compiled, captured.
 
 A small model's decode step is a few milliseconds of arithmetic under hundreds of operations, and each pays for Python,
-dispatch and launch before it computes anything. Which of two ideas pays depends on who does the arithmetic.
+dispatch and launch before it computes anything.
 
-1. Compile one layer, where layers consist of torch operations (dense weights). ONE decoder layer is compiled and run
-   for all, since layers differ only in their weights, which are inputs of the graph. The number of rows T is a symbol,
-   so two graphs (T = 1 and T > 1) serve every batch, prompt length and context length.
-2. Capture the decode step, where layers are native kernels: record its kernel calls once and replay them as one. On a
-   GPU that is a CUDA graph, on a CPU a tape of C++ calls (native/tape.py). A recording has fixed sizes and addresses:
-   one for each bucket of batch sizes, fed through static buffers, with padding rows up to the bucket:
+1. Compile one layer, where layers consist of torch operations (dense weights), and run it for all: they differ in their
+   weights only, which are inputs of the graph. Two graphs (one row and more) serve every batch, prompt and context.
+2. Capture the decode step, where layers are native kernels: a CUDA graph, or a tape of C++ calls (native/tape.py). A
+   recording has fixed sizes and addresses: one for each bucket of batch sizes, fed through static buffers:
 
        batch of 5 -> bucket 8:  rows 5, 6, 7 have slot 0, context length 1, block table 0: they write to block 0
 
-Sources: gpt-fast for compiling the decode step, torch's regional compilation recipe for the single layer, vLLM and
-TensorRT-LLM for graphs per batch bucket. Left out: compiling the prefill for fixed lengths, whole-model graphs.
+Sources: gpt-fast, torch's recipe for regional compilation, vLLM and TensorRT-LLM for graphs per bucket. Left out:
+compiling the prefill for fixed lengths, whole-model graphs.
 """
 
 from __future__ import annotations
@@ -34,10 +32,9 @@ GPU_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class ModelRunner:
-    """Runs a model over batches of one pool. This one calls the layers as they are; the others below do better.
+    """Runs a model over batches of one pool, its layers as they are.
 
-    states: [R, hidden], what the logits of the last run were made of (a draft head guesses from them).
-    """
+    states: [R, hidden], what the logits of the last run were made of (a draft head guesses from them)."""
 
     graphs_compiled = steps_captured = 0
     seconds = 0.0  # spent compiling and capturing
@@ -53,11 +50,9 @@ class ModelRunner:
 
 
 class CompiledRunner(ModelRunner):
-    """Runs layers compiled; counts and times the graphs, and says so while the user waits.
+    """Runs layers compiled, counting and timing the graphs. backend: "inductor", or "eager" to count them only.
 
-    `backend` does the work: "inductor", or "eager" to count graphs without compiling them. Where it cannot (on a CPU it
-    needs a C++ compiler), a line says so and the graph runs as it is: slower, with the same result.
-    """
+    Where it cannot (on a CPU it needs a C++ compiler), a line says so and the graph runs as it is."""
 
     def __init__(self, model: Transformer, kv, backend: str = "inductor", quiet: bool = False):
         super().__init__(model, kv, self.compiled_layer)
@@ -106,10 +101,8 @@ def mark_sizes(x, positions, cos_sin, k_cache, v_cache, slot_mapping, block_tabl
 class CapturedRunner(ModelRunner):
     """Replays captured decode steps (every sequence computes one token) for batches of any size up to the last bucket.
 
-    `capture(run)` calls run() once or more and returns its output and what computes that output anew in its place.
-    Anything that can call `run` again is a valid stand-in, which is how the padding is tested without a GPU.
-    inner: runs what is captured, and every batch that has no bucket.
-    """
+    inner: runs what is captured, and batches without a bucket. capture(run) calls run() once or more and returns its
+    output and what computes that output anew in its place; whatever calls `run` again can stand in for it."""
 
     def __init__(self, inner: ModelRunner, buckets: Sequence[int], max_blocks: int, capture: Callable):
         super().__init__(inner.model, inner.kv)
@@ -174,10 +167,8 @@ class CapturedRunner(ModelRunner):
 
 
 def one_token_each(batch: Batch) -> Batch:
-    """The same rows as sequences of one token each, which share their pages.
-
-    That is the same computation, for every layer writes the keys of all rows before the first row looks at any.
-    """
+    """The same rows as sequences of one token each, which share their pages: the same computation, for every layer
+    writes the keys of all rows before the first row looks at any."""
     rows, starts = len(batch.tokens), batch.query_start.tolist()
     owner = [s for s, (first, end) in enumerate(pairwise(starts)) for _ in range(first, end)]  # sequence of each row
     every = torch.arange(rows + 1, device=batch.tokens.device)

@@ -1,21 +1,17 @@
 """The whole engine, slow: what every other file must agree with.
 
-Generating text is one loop: run the model over all tokens so far, look at the last row of logits, pick a token,
-append it, repeat. Here it is with nothing added: float32, one sequence, no cache, every token computed anew each time.
+Generating text is one loop: run the model over all tokens so far, pick a token from the last row of logits, append it,
+repeat. Here it is with nothing added: float32, one sequence, no cache, every token computed anew each time.
 
     tokens [T] -> embed [T, hidden] -> (attention + MLP) x layers -> norm -> logits [T, vocab] -> pick from the last
        ^                                                                                              |
        +----------------------------------- append ---------------------------------------------------+
 
-Everything else in this repository is a speed-up of this file, and its tests demand the same tokens. That is why this
-file shares no code with model.py: a mistake would have to be made twice, in two different ways, to go unseen.
-Rotary embeddings are written as complex rotations here and as real ones there, attention as one masked matrix here and
-as a walk over pages there.
+Everything else is a speed-up of this file and must give the same tokens. It shares no code with model.py: a mistake
+would have to be made twice, in two ways (rotary embeddings are complex rotations here and real ones there).
 
 Sources: Llama (arXiv:2302.13971, section 2), RoPE (arXiv:2104.09864, section 3.2), position interpolation
-(arXiv:2306.15595), YaRN (arXiv:2309.00071, sections 3.2 to 3.4), grouped-query attention
-(arXiv:2305.13245), Gemma 3 (arXiv:2503.19786).
-Left out, deliberately: caches, batches, quantisation, any other number format than float32.
+(arXiv:2306.15595), YaRN (arXiv:2309.00071, section 3), grouped-query attention (arXiv:2305.13245), Gemma 3.
 """
 
 import math

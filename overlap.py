@@ -1,20 +1,16 @@
 """Overlap scheduling: plan the next step while the model runs this one.
 
-Between two steps the processor that computes waits for Python. On a fast accelerator that pause is a tenth of the step
-and more. But which sequences the next step holds, and where their keys and values go, does not depend on which tokens
-this step will draw. So the next step is planned as if every sequence went on, with a placeholder where the token is not
-known yet: a draft of one token, which is overwritten the moment the token is drawn.
+Between two steps the processor that computes waits for Python. But which sequences the next step holds, and where their
+keys and values go, does not depend on which tokens this step will draw. So the next step is planned as if every
+sequence went on, with a placeholder, a draft of one token, that is overwritten the moment the token is drawn.
 
     model   |== step 1 ==|     |== step 2 ==|     |== step 3 ==|
     Python      plan 2    draw 1  accept 1     draw 2  accept 2
                          fill in   plan 3     fill in   plan 4
 
-A sequence that turns out to have ended in step 1 is computed once too often in step 2; that row is thrown away, and its
-blocks are given to nobody before step 3. Steps whose shape depends on the tokens of this one (beams, guesses,
-structured answers, prompts) are not planned ahead.
-
-Sources: SGLang's zero-overhead batch scheduler (release note of v0.4, 2024), NanoFlow (arXiv:2408.12757, section 4).
-On a CPU the model already uses every core, so there is nothing to hide the planning behind; it is off unless asked for.
+A sequence that turns out to have ended in step 1 is computed once too often in step 2; its blocks are given to nobody
+before step 3. Steps whose shape depends on the tokens of this one (beams, guesses, structures, prompts) are not planned
+ahead. Sources: SGLang v0.4 (2024), NanoFlow (arXiv:2408.12757, section 4). On a CPU the model uses every core already.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ PLACEHOLDER = 0  # stands for a token until it is drawn; any id would do
 
 @dataclass
 class Flight:
-    """A step that is being computed: every entry is one token of one answer, so row i of the logits is answers[i]'s."""
+    """A step that is being computed: every entry is one token of one answer; row i of the logits is answers[i]'s."""
 
     step: Step
     answers: list[Answer]
@@ -98,10 +94,7 @@ class OverlapEngine(Engine):
             self.flight = None
 
     def plan_next(self, flight: Flight) -> NextStep | None:
-        """Schedule the step after `flight`, as if none of its answers ended now unless by length.
-
-        None where that step cannot be planned yet, or has nothing to do.
-        """
+        """Schedule the step after `flight`, as if its answers ended by length only; None where that is too early."""
         if self.speculator is not None or self.scheduler.waiting:
             return None
         going_on = [a for a in flight.answers if a.finish_reason is None]
@@ -138,10 +131,7 @@ class OverlapEngine(Engine):
         self.flight = Flight(step, answers, future)
 
     def fail_both(self, step: Step, following: Step | None, error: Exception, deltas: list[Delta]) -> None:
-        """End the requests of a step that raised and of the one planned behind it, whose blocks were not moved yet.
-
-        What was cached on the strength of it is forgotten.
-        """
+        """End the requests of a step that raised and of the one planned behind it; forget what was cached on it."""
         steps = [following, step] if following is not None else [step]
         for failed in steps:
             self.scheduler.fail(failed)

@@ -1,28 +1,23 @@
 """Programs over a model: text, holes to fill in, choices, and branches that share their trunk.
 
-The problem. An application extracts fields one after the other, weighs three plans, classifies a hundred lines by the
-same examples. As separate prompts all of that computes the same beginnings again.
-
-The idea. A program is a text that grows. Strings are appended as they are, `gen` is a hole that the model fills in,
-`select` a hole that only certain texts fit. A fork copies the text so far; its keys and values are in the radix cache,
-so each branch computes only its own part. Nothing runs before a value is read; then all programs that are run together
-fill their holes in one batch.
+An application extracts fields one after the other, weighs three plans, classifies a hundred lines by the same examples.
+As separate prompts all of that computes the same beginnings again. So a program is a text that grows: `gen` is a hole
+that the model fills in, `select` one that only certain texts fit. A fork copies the text so far; its keys and values
+are in the radix cache. Nothing runs before a value is read; then programs fill their holes in one batch.
 
     p = Program(llm, "Q: How do I get to the island?\\nPlan:")
                                                  ┌─ gen("plan") ─ " Rate it:" ─ gen("score")    branches[0]
     p ── trunk: computed once, then cached ── fork ─ gen("plan") ─ " Rate it:" ─ gen("score")    branches[1]
     p.join(branches)      p["plan"] is now the list of plans, p["score"] of scores
 
-Each part is tokenised by itself, so that the tokens of a trunk are the beginning of those of its branches. A blank
-belongs to the beginning of the word after it: write "Answer:" and not "Answer: " before a hole.
-
-Source: Zheng et al., "SGLang" (2024), section 2. Left out: streaming, images, and calls to other services.
+Each part is tokenised by itself, so a trunk is the beginning of its branches in tokens too; a blank belongs to the word
+after it: "Answer:" and not "Answer: " before a hole. Source: Zheng et al., "SGLang" (2024), section 2.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,63 +123,44 @@ class Program:
         self.text += answer.text
 
 
-class Work:
-    """A program with a hole that is being filled."""
-
-    # `select` asks which text is likeliest: for each candidate the engine generates exactly that text (a choice of one:
-    # all its tokens are forced, computed in one step and given their log-probabilities). The others wait for the first,
-    # since they will find the text before the hole in the cache.
-
-    def __init__(self, program: Program, hole: Hole):
-        self.program, self.hole = program, hole
-        self.requests: list[Request] = []
-        scores = [  # with room for more tokens than the text can have
+def fill(program: Program) -> Iterator[None]:
+    """Fill in the holes of a program; yields when it needs a step of the engine. Closing it aborts what is asked."""
+    engine = program.llm.engine
+    while hole := program._next_hole():
+        # `select` asks which text is likeliest: for each candidate the engine generates exactly that text (a choice of
+        # one: all its tokens are forced, computed in one step and given their log-probabilities), with room for more
+        # tokens than it can have.
+        scores = [
             SamplingParams(choice=[text], max_tokens=4 * len(text.encode()) + 1, temperature=0, logprobs=0)
             for text in dict.fromkeys(hole.candidates)
         ]
-        first, *self.waiting = scores or [hole.params]
-        self._ask(first)
-
-    def advance(self) -> bool:
-        """Whether all answers are there; asks for what was waiting."""
-        if not all(request.finished for request in self.requests):
-            return False
-        complete = not self.waiting
-        while self.waiting:
-            self._ask(self.waiting.pop(0))
-        return complete
-
-    def _ask(self, params: SamplingParams) -> None:
-        self.requests.append(self.program.llm.add(list(self.program.ids), params))
-
-    def finish(self) -> None:
-        program, answers = self.program, [request.output().outputs[0] for request in self.requests]
+        requests: list[Request] = []
+        try:
+            for params in scores or [hole.params]:
+                requests.append(program.llm.add(list(program.ids), params))
+                while not requests[0].finished:  # the others will find the text before the hole in the cache
+                    yield
+            while not all(request.finished for request in requests):
+                yield
+        finally:
+            for request in requests:
+                engine.abort(request)
+        program.prompt_tokens += sum(len(request.prompt_ids) for request in requests)
+        program.cached_tokens += sum(request.num_cached_tokens for request in requests)
+        answers = [request.output().outputs[0] for request in requests]
         if errors := [answer.error for answer in answers if answer.error is not None]:
             raise RuntimeError(f"a hole could not be filled in: {errors[0]}")
-        program.prompt_tokens += sum(len(request.prompt_ids) for request in self.requests)
-        program.cached_tokens += sum(request.num_cached_tokens for request in self.requests)
-        if self.hole.candidates:
+        if scores:
             answers.sort(key=lambda answer: -answer.cumulative_logprob / len(answer.token_ids))
-        program._fill(self.hole, answers[0])
+        program._fill(hole, answers[0])
 
 
 def run(programs: Sequence[Program]) -> None:
     """Fill in all holes of some programs over the same model, side by side."""
-    work: list[Work] = []
-    ready = list(programs)
+    waiting = [fill(program) for program in programs]
     try:
-        while ready or work:
-            for program in ready:
-                if hole := program._next_hole():
-                    work.append(Work(program, hole))
-            done = [item for item in work if item.advance()]
-            work = [item for item in work if item not in done]
-            for item in done:
-                item.finish()
-            ready = [item.program for item in done]
-            if work and not ready:
-                work[0].program.llm.engine.step()
+        while waiting := [filling for filling in waiting if next(filling, "filled") != "filled"]:
+            programs[0].llm.engine.step()
     finally:
-        for item in work:
-            for request in item.requests:
-                item.program.llm.engine.abort(request)
+        for filling in waiting:
+            filling.close()
