@@ -43,10 +43,6 @@ class Draft:
         # They walk ahead of the answer's own.
         self.sampler, self.guide = answer.sampler.fork(answer.index), answer.guide and answer.guide.fork()
 
-    @property
-    def tokens(self) -> list[int]:
-        return self.seq.tokens[self.start :]
-
     def add(self, token: int | None) -> None:
         """One more guess; None: nothing can be drawn, which ends the draft."""
         self.done = token is None or token in self.answer.request.stop_ids
@@ -79,7 +75,8 @@ class DraftModel:
         return max(0, len(answer.seq.tokens) - 1 - computed)
 
     def propose(self, answers: list[Answer], limits: list[int]) -> list[list[int]]:
-        self._leave()
+        for answer in [a for a in self.following if a.finish_reason is not None or a.seq.state != "running"]:
+            self.tables.release(self.following.pop(answer)[0])  # its full blocks stay in the prefix cache
         drafts: dict[Answer, Draft] = {}
         step, budget = Step(0), self.max_tokens
         for answer, limit in zip(answers, limits, strict=True):
@@ -100,21 +97,11 @@ class DraftModel:
                 if not draft.done and self.tables.room(draft.seq) > 0:
                     self._plan(step, draft.seq, 1)
                     drawing.append(draft)
-        return [drafts[answer].tokens if answer in drafts else [] for answer in answers]
+        return [d.seq.tokens[d.start :] if (d := drafts.get(answer)) else [] for answer in answers]
 
     def _plan(self, step: Step, seq: Sequence, n: int) -> None:
         step.copies += self.tables.extend(seq, n)
         step.entries.append((seq, n))
-
-    def _leave(self) -> None:
-        """Forget the answers that have ended or lost their slot; their full blocks stay in the prefix cache."""
-        for answer in [a for a in self.following if a.finish_reason is not None or a.seq.state != "running"]:
-            self.tables.release(self.following.pop(answer)[0])
-
-    def _cut(self, seq: Sequence, n_tokens: int) -> None:
-        del seq.tokens[n_tokens:]
-        seq.num_computed = min(seq.num_computed, n_tokens)
-        self.tables.cut(seq)
 
     def _follow(self, answer: Answer) -> Sequence | None:
         """The draft's sequence for an answer, with the tokens that the target has now; None without memory for it."""
@@ -132,8 +119,10 @@ class DraftModel:
             same = known
             while same < min(len(tokens), len(seq.tokens)) and tokens[same] == seq.tokens[same]:
                 same += 1
-            self._cut(seq, min(same, len(tokens) - 1))  # the last token is computed again if need be, for its logits
-            seq.tokens += tokens[len(seq.tokens) :]
+            same = min(same, len(tokens) - 1)  # the last token is computed again if need be, for its logits
+            seq.tokens[same:] = tokens[same:]
+            seq.num_computed = min(seq.num_computed, same)
+            self.tables.cut(seq)
             self.tables.offer(seq)
         self.following[answer] = seq, len(tokens)
         return seq
