@@ -101,11 +101,10 @@ def paged_attention(
 ) -> Tensor:  # fmt: skip
     """Causal attention of a flat run of query rows over paged keys and values -> [T, heads, head_dim].
 
-    q [T, heads, head_dim]; caches [num_blocks, kv_heads, block_size, head_dim]; block_tables int32 [S, max_blocks];
-    query_start int32 [S + 1], sequence s owns rows query_start[s]:query_start[s + 1], the last tokens of its
-    context_lens[s] (int32 [S], this step's included). A query at position p sees keys j <= p, and with `window` > 0
-    only j > p - window. With `softcap` > 0 (Gemma 2) a score s becomes softcap * tanh(s / softcap).
-    Rows that belong to no sequence are padding and come back as zeros.
+    Caches [num_blocks, kv_heads, block_size, head_dim]; block_tables int32 [S, max_blocks]; query_start int32 [S + 1]:
+    sequence s owns rows query_start[s]:query_start[s + 1], the last tokens of its context_lens[s] (int32 [S]). A query
+    at position p sees keys p - window < j <= p (all if window is 0). With `softcap` > 0 (Gemma 2) a score s becomes
+    softcap * tanh(s / softcap). Rows that belong to no sequence are padding and come back as zeros.
     """
     out = torch.zeros_like(q)
     _, kv_heads, block_size, _ = k_cache.shape
@@ -119,11 +118,9 @@ def paged_attention(
         scores = torch.einsum("nhgd,hjd->hgnj", query, keys) * scale
         if softcap > 0:
             scores = softcap * torch.tanh(scores / softcap)
-        position = torch.arange(length - len(query), length, device=q.device)[:, None]  # [n, 1]
-        j = torch.arange(length, device=q.device)[None]  # [1, context]
-        hidden = j > position
-        if window > 0:
-            hidden |= j <= position - window
+        positions = torch.arange(length, device=q.device)  # of the keys, and the last n of them of the queries
+        ahead = positions[None] - positions[length - len(query) :, None]  # [n, context]
+        hidden = (ahead > 0) | (ahead <= -(window or length))
         probs = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         out[rows] = torch.einsum("hgnj,hjd->nhgd", probs, values).reshape(out[rows].shape).to(q.dtype)
     return out

@@ -358,10 +358,9 @@ def prompt_logprobs(logits: Tensor, targets: Sequence[int], k: int) -> list[Samp
 
 
 def sample(logits: Tensor, states: Sequence[SamplerState], masks=None, rows=None) -> list[Sampled | ValueError]:
-    """The next token of each state, from its row of raw logits [R, V]; states are not changed (commit what you keep).
+    """The next token of each state from its row of raw logits [R, V], or the ValueError of a row that gives none.
 
-    masks: for each state what `constrain` takes; rows: which row is whose, each in turn if not given. A row nothing can
-    be drawn from gets its ValueError.
+    masks: for each state what `constrain` takes; rows: which row is whose, each in turn if not given.
     """
     raw = logits.float().contiguous()
     masks = [None] * len(states) if masks is None else masks
