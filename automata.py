@@ -72,11 +72,8 @@ def compile_choice(choices: Iterable[str]) -> Dfa:
     nfa, starts = Nfa("choice"), []
     for choice in choices:
         here = END
-        try:
-            for byte in reversed(choice.encode()):
-                here = nfa.state([(byte, byte, here)])
-        except UnicodeEncodeError:
-            raise nfa.refused("one text holds half a surrogate pair, which UTF-8 cannot write") from None
+        for byte in reversed(choice.encode()):
+            here = nfa.state([(byte, byte, here)])
         starts.append(here)
     return merge_states(subsets(nfa, nfa.state(silent=starts)))
 

@@ -201,7 +201,7 @@ def ban_stops(row: Tensor, state: SamplerState) -> None:
     if state.n_output < state.params.min_tokens:
         ends = [i for i in state.end_ids if i < len(row)]  # a tokenizer's EOS may lie beyond the model's vocabulary
         before = row[ends]
-        row[[*ends, *(i for i in state.params.stop_token_ids if i < len(row))]] = -INF
+        row[[*ends, *state.params.stop_token_ids]] = -INF
         if row.amax() == -INF:  # a complete structured output must end, min_tokens or not
             row[ends] = before
 

@@ -12,7 +12,6 @@ apart, and command lines and servers make their own fields from it:
 Left out: rules between fields (the dataclass checks those).
 """
 
-import copy
 import json
 import math
 import re
@@ -37,14 +36,15 @@ class ParameterError(ValueError):
         super().__init__(f"{field}={shown} is not allowed: it must be {allowed}")
 
 
+SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: JSON can write it, UTF-8 and so a tokenizer cannot
 ALLOWED = {  # by kind
     "switch": "True or False",
-    "text": "None or a non-empty string",
-    "strings": "None, a non-empty string or a list of non-empty strings",
-    "choice": "None or a non-empty list of non-empty strings",
+    "text": "None or a non-empty string without lone surrogates",
+    "strings": "None, a non-empty string or a list of them, without lone surrogates",
+    "choice": "None or a non-empty list of non-empty strings without lone surrogates",
     "ids": "None or a list of token ids, each an integer >= 0",
     "bias": "None or a dict from token ids (integers >= 0) to numbers in [-100, 100]",
-    "schema": "None, a JSON Schema as a dict, or the JSON text of one",
+    "schema": "None, a JSON Schema as a dict, or the JSON text of one, without lone surrogates",
 }
 
 
@@ -80,11 +80,11 @@ def normal_form(name: str, value: Any, kind: str, allowed: str, low: float = 0, 
             return int(value)
         case "switch", bool():
             return value
-        case "text", str() if value:
+        case "text", str() if _is_text(value):
             return value
-        case "strings", str() if value:
+        case "strings", str() if _is_text(value):
             return (value,)
-        case "strings" | "choice", list() | tuple() if all(isinstance(text, str) and text for text in value):
+        case "strings" | "choice", list() | tuple() if all(map(_is_text, value)):
             if value or kind == "strings":
                 return tuple(value)
         case "ids", list() | tuple():
@@ -108,14 +108,19 @@ def _bias(name: str, value: Mapping, allowed: str) -> dict[int, float]:
     return bias
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != "" and not SURROGATE.search(value)
+
+
 def _schema(name: str, value: str | dict, allowed: str) -> dict:
+    """A copy of its own, for the caller may go on editing theirs."""
     try:
-        schema = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError) as error:
-        raise ParameterError(name, value, f"{allowed}; this is no JSON ({error})") from None
-    if not isinstance(schema, dict):
-        raise ParameterError(name, value, allowed)
-    try:
-        return copy.deepcopy(schema)  # the caller may go on editing theirs
+        schema = json.loads(value if isinstance(value, str) else json.dumps(value))
+        text = json.dumps(schema, ensure_ascii=False)
     except RecursionError:
         raise ParameterError(name, value, f"{allowed}; this one is nested too deeply") from None
+    except (ValueError, TypeError) as error:
+        raise ParameterError(name, value, f"{allowed}; this is no JSON ({error})") from None
+    if not isinstance(schema, dict) or SURROGATE.search(text):
+        raise ParameterError(name, value, allowed)
+    return schema

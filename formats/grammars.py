@@ -129,8 +129,6 @@ def reason(parser: llguidance.LLMatcher) -> str:
 
 def compile_grammar(kind: str, source: str, vocabulary: Vocabulary) -> GrammarMatcher:
     """A matcher at its start. kind: "json_schema" (source: its JSON text) or "grammar" (Lark or GBNF)."""
-    if any(0xD800 <= ord(c) <= 0xDFFF for c in source):
-        raise GrammarError(f"{kind} holds half a surrogate pair, which UTF-8 cannot write")
     limit = MAX_SCHEMA if kind == "json_schema" else MAX_GRAMMAR
     if len(source) > limit:
         raise GrammarError(f"{kind} has {len(source)} characters, more than {limit}; use a smaller one")

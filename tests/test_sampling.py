@@ -57,14 +57,15 @@ NUMBERS = {  # field: (legal, illegal beside NO_NUMBER)
     "logprobs": ([None, 0, 20], [-1, 21, 100_000, 1.0]),
     "prompt_logprobs": ([None, 0, 20], [-1, 21, 100_000, 1.0]),
 }
-TEXTS = ([None, "a+"], ["", 1, True, b"a", ["a"]])
+HALF = "a\udc00"  # a lone surrogate, which no UTF-8 holds
+TEXTS = ([None, "a+", "\U0001f600"], ["", 1, True, b"a", ["a"], HALF])
 SWITCHES = ([True, False], [None, 0, 1, "yes"])
 FIELDS = {field: (legal, [*NO_NUMBER, *illegal]) for field, (legal, illegal) in NUMBERS.items()} | {
     "ignore_eos": SWITCHES,
     "include_stop_str_in_output": SWITCHES,
     "stop": (
         [None, "x", [], (), ["a", "b"], ("a",)],
-        ["", [""], ["a", ""], 0, False, {}, b"x", [b"x"], [None], [1], ["a", 1]],
+        ["", [""], ["a", ""], 0, False, {}, b"x", [b"x"], [None], [1], ["a", 1], HALF, ["a", "\ud83d"]],
     ),
     "stop_token_ids": ([None, [], [0, 5], (7,)], ["5", 5, [-1], [True], ["5"], [1.0], [None], {}, {5: 1}, 0]),
     "logit_bias": (
@@ -75,8 +76,15 @@ FIELDS = {field: (legal, [*NO_NUMBER, *illegal]) for field, (legal, illegal) in 
     ),
     "regex": TEXTS,
     "grammar": TEXTS,
-    "json_schema": ([None, {}, {"type": "object"}, '{"type": "string"}'], ["", "{", "[]", "true", 1, True, [], b"{}"]),
-    "choice": ([None, ["yes", "no"], ("a",)], [[], (), "yes", [""], ["a", ""], [1], [None], {}, 0, False, {"a": 1}]),
+    "json_schema": (
+        [None, {}, {"type": "object"}, '{"type": "string"}'],
+        ["", "{", "[]", "true", 1, True, [], b"{}"]
+        + [{"const": HALF}, {HALF: 1}, {"enum": [{"x": [HALF]}]}, '{"const": "\\ud800"}', {"a": {1, 2}}, {"a": b"x"}],
+    ),
+    "choice": (
+        [None, ["yes", "no"], ("a",)],
+        [[], (), "yes", [""], ["a", ""], [1], [None], {}, 0, False, {"a": 1}, [HALF]],
+    ),
 }
 
 
@@ -116,7 +124,7 @@ def test_illegal_values_are_refused_by_name(field, value):
         ({"logit_bias": {"5": 1, 6: 101}}, "=101 is not allowed: it must be a number in [-100, 100] for token 6"),
         ({"logit_bias": {5: 1, "5": 1}}, "given once for each token, and 5 occurs twice"),
         ({"stop_token_ids": [3, -1]}, "stop_token_ids=-1 is not allowed: it must be None or a list of token ids"),
-        ({"json_schema": "{"}, "or the JSON text of one; this is no JSON ("),
+        ({"json_schema": "{"}, "this is no JSON ("),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens=5 is not allowed: it must be at most max_tokens=4"),
         ({"n": 3, "best_of": 2}, "best_of=2 is not allowed: it must be None or an integer from n=3 to 128"),
         ({"n": 3, "beam_width": 2}, "n=3 is not allowed: it must be at most beam_width=2"),
