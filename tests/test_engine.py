@@ -23,12 +23,13 @@ from compiled import ModelRunner
 from drafting.budget import Speculator
 from drafting.draft_model import DraftModel, first_layers
 from drafting.head import DraftHead, HeadProposer, head_shapes
-from engine import Engine
+from engine import Engine, lay_out
 from kv_paged import BlockPool, KVCache
 from model import Transformer
 from overlap import OverlapEngine
 from radix import PREFIX_CACHES
 from sampling import SamplerState, SamplingParams, sample
+from scheduler import Sequence, Step
 from speculative import NgramProposer
 from structured import Guides
 from tokenizer import Tokenizer
@@ -670,3 +671,14 @@ def test_padded_vocabulary_id_decodes_to_nothing(tmp_path):
         (output,) = llm.generate([[5, 6]], forcing(380, max_tokens=3, logprobs=logprobs))
         assert output.outputs[0].token_ids == [380] * 3 and output.outputs[0].text == ""
     assert llm.generate(["the cat"], GREEDY)[0].outputs[0].finish_reason
+
+
+def test_a_step_is_laid_out_as_it_is_drawn():
+    """The picture above `lay_out`: a token in the slot of another one would be read by whoever owns that."""
+    a, b = Sequence(list(range(100, 109)), 9), Sequence(list(range(200, 210)), 9)
+    a.num_computed, a.block_table, b.num_computed, b.block_table = 4, [7, 2], 9, [5, 1, 3]
+    batch, _ = lay_out(Step(0, [(a, 5), (b, 1)]), 5, "cpu", [range(8, 9), range(9, 10)])
+    drawn = {"tokens": [104, 105, 106, 107, 108, 209], "positions": [4, 5, 6, 7, 8, 9], "query_start": [0, 5, 6]}
+    drawn |= {"slot_mapping": [39, 10, 11, 12, 13, 9], "block_tables": [[7, 2, 0], [5, 1, 3]]}
+    drawn |= {"context_lens": [9, 10], "logit_rows": [4, 5]}
+    assert {name: getattr(batch, name).tolist() for name in drawn} == drawn and not batch.one_each
