@@ -17,6 +17,7 @@ Exit code 0 after a clean end, 2 for what makes no sense. A second Ctrl-C ends a
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import sys
@@ -87,6 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     models = {}
     for name, model in named_models(args.models).items():
         models[name] = LLM(**(engine_arguments(args) | {"model": model}), quiet=False)
+    gc.freeze()  # what was loaded stays: collections need not look at it again
     limits, local = Limits(args.max_body, args.max_choices, args.stall), args.host in LOOPBACK
     app = build_app(models, limits, args.max_queue, args.api_key, tuple(args.cors_origin), args.log_prompts, local)
     if not local and not args.api_key:

@@ -23,6 +23,7 @@ tokenizer.json (convert it with transformers); WordPiece and word-level vocabula
 import codecs
 import functools
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -35,6 +36,7 @@ from formats.chat_template import ChatTemplate, ControlStrings, Shield
 from formats.tokenizer_files import add_missing_tokens, content_of, decoding_of, read_json, read_library, read_templates
 
 BLANKS = re.compile(r"\s*")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the library's threads would compete with the engine's
 SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -367,6 +369,8 @@ BYTE_OF = _bytes_of_characters()
 
 def _ids(library: tokenizers.Tokenizer, text: str) -> list[int]:
     try:
+        if len(text) > 1000:  # other threads run while a batch is encoded, but not beside a single text
+            return library.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return library.encode(text, add_special_tokens=False).ids
     except (TypeError, UnicodeEncodeError) as error:
         raise ValueError(f"{text!r:.80} cannot be encoded: it must be a string without lone surrogates") from error

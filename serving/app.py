@@ -36,7 +36,6 @@ from serving.guard import (
     EventStream,
     Guard,
     HeaderLimit,
-    descriptor_warning,
     local_only,
     needs_key,
     on_error,
@@ -130,6 +129,7 @@ class Server(uvicorn.Server):
     def __init__(self, app: FastAPI, host: str, port: int, drain: float, announce: Callable[[str], None]):
         self.app, self.drain, self.announce = app, drain, announce
         free = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/dev/fd")) - SPARE_DESCRIPTORS
+        backlog = max(1, min(2048, free // 8))  # asyncio accepts so many, several times, before it can be told to stop
         patience = app.state.service.limits.stall_seconds
         config = uvicorn.Config(
             app,
@@ -139,7 +139,8 @@ class Server(uvicorn.Server):
             access_log=False,
             timeout_graceful_shutdown=int(drain + LAST_WORDS_S) + 1,
             timeout_keep_alive=30,
-            http=partial(HeaderLimit, patience=patience, most=max(1, free)),
+            http=partial(HeaderLimit, patience=patience, most=max(1, free - 4 * backlog)),
+            backlog=backlog,
         )
         super().__init__(config)
 
@@ -151,7 +152,6 @@ class Server(uvicorn.Server):
             self._captured_signals.clear()
 
     async def startup(self, sockets=None) -> None:
-        asyncio.get_running_loop().set_exception_handler(descriptor_warning())
         await super().startup(sockets)
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]

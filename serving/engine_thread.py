@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import queue
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from generate import LLM
@@ -58,16 +59,14 @@ class Served:
     jobs: dict[Request, Job] = field(default_factory=dict)  # of the open requests; the engine thread's own
     open: int = 0  # requests taken and not ended; the event loop's own
     broken: str | None = None
-    seconds: float = 1.0  # what a request took lately, smoothed: for Retry-After
 
     def __post_init__(self):
         tokenizer = self.llm.tokenizer
         self.longest_token = max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size))  # bytes
-
-    def retry_after(self) -> int:
-        """Seconds until the open requests will have gone through the batch, by the latest pace."""
-        turns = self.open / self.llm.scheduler.max_num_seqs
-        return min(60, max(1, math.ceil(turns * self.seconds)))
+        if tokenizer.has_chat_template:  # what the first message with a control string in it would wait for
+            controls = tokenizer.decode(tokenizer.eos_token_ids, skip_special_tokens=False)
+            with suppress(ValueError):
+                tokenizer.encode_chat([{"role": "user", "content": f"a{controls}b"}])
 
 
 class Job:
@@ -78,12 +77,10 @@ class Job:
     """
 
     def __init__(self, served: Served, prompts: int, streaming: bool):
-        self.served, self.streaming = served, streaming
+        self.served, self.unfinished, self.streaming = served, prompts, streaming
         self.requests: list[Request] = []
-        self.unfinished = prompts
-        self.ended = asyncio.Event()
-        self._unread: list[Delta] = []
-        self._news = asyncio.Event()
+        self.ended, self._news = asyncio.Event(), asyncio.Event()
+        self._unread: dict[tuple[Request, int], list[Delta]] = defaultdict(list)  # by answer
 
     async def read(self) -> list[Delta]:
         """What is new, one delta for each answer that has news; [] after QUIET_S without any, or when it has ended."""
@@ -92,17 +89,15 @@ class Job:
         alarm.cancel()
         if not self.ended.is_set():  # after the end, another call returns [] at once
             self._news.clear()
-        unread, self._unread = self._unread, []
-        groups: dict[tuple[Request, int], list[Delta]] = {}
-        for delta in unread:
-            groups.setdefault((delta.request, delta.index), []).append(delta)
-        return [merged(parts) for parts in groups.values()]
+        unread, self._unread = self._unread, defaultdict(list)
+        return [merged(parts) for parts in unread.values()]
 
     def deliver(self, deltas: list[Delta], closed: int) -> None:
         """Deltas of one request, or the end of `closed` requests, or both."""
         self.served.open -= closed
         self.unfinished -= closed
-        self._unread += deltas if self.streaming else []
+        for delta in deltas if self.streaming else ():
+            self._unread[delta.request, delta.index].append(delta)
         if self.unfinished == 0:
             self.ended.set()
         self._news.set()
@@ -147,7 +142,8 @@ class EngineThread:
                 f"{served.open} requests are open and {n} more do not fit: {slots} run at a time and "
                 f"--max-queue={self.max_queue} may wait; try again later"
             )
-            raise ApiError(429, message, None, "queue_full", Retry_After=str(served.retry_after()))
+            seconds = min(60, 1 + served.open // slots)
+            raise ApiError(429, message, None, "queue_full", Retry_After=str(seconds))
 
     async def submit(
         self,
@@ -201,7 +197,7 @@ class EngineThread:
                 setter, result = answer.set_result, function()
             except BaseException as error:
                 setter, result = answer.set_exception, error
-            self.post(lambda: answer.done() or setter(result))  # done: whoever asked has been cancelled
+            self._post(lambda: answer.done() or setter(result))  # done: whoever asked has been cancelled
 
         self.send(message)
         return await answer
@@ -217,42 +213,34 @@ class EngineThread:
 
     # -- the engine thread
 
-    def post(self, function: Callable[[], None]) -> None:
+    def _post(self, function: Callable[[], None]) -> None:
         """Have something done in the event loop."""
         with suppress(RuntimeError):  # it has closed: the server is gone, and so are its clients
             self._loop.call_soon_threadsafe(function)
 
     def _run(self) -> None:
+        """All messages first, then a step of each engine that has work."""
         while True:
             busy = [s for s in self.models.values() if not s.broken and s.llm.engine.has_work]
             try:
-                if not self._run_messages(wait=not busy):
-                    return
-                for served in busy:
-                    self._step(served)
+                message = self._messages.get(block=not busy)
+            except queue.Empty:
+                message = partial(self._step, busy)
+            if message is None:
+                return
+            try:
+                message()
             except Exception as error:  # a message with a bug must not end the engine
                 log.error("engine thread: %s: %s", type(error).__name__, error)
 
-    def _run_messages(self, wait: bool) -> bool:
-        """Run all queued messages; False if one says stop."""
-        try:
-            message = self._messages.get(wait)
-            while message is not None:
-                message()
-                message = self._messages.get_nowait()
-        except queue.Empty:
-            return True
-        return False
-
-    def _step(self, served: Served) -> None:
-        try:
-            deltas = served.llm.engine.step()
-        except Exception as error:  # beyond the requests of the step, which the engine ends itself: end them all
-            reason = f"{type(error).__name__}: {error}"
-            log.error("model %r: a step failed as a whole: %s", served.name, reason)
-            self._abort(served, list(served.jobs), reason)
-            return
-        self._publish(served, deltas)
+    def _step(self, busy: list[Served]) -> None:
+        for served in busy:
+            try:
+                self._publish(served, served.llm.engine.step())
+            except Exception as error:  # beyond the requests of the step, which the engine ends itself: end them all
+                reason = f"{type(error).__name__}: {error}"
+                log.error("model %r: a step failed as a whole: %s", served.name, reason)
+                self._abort(served, list(served.jobs), reason)
 
     def _abort(self, served: Served, requests: Iterable[Request], error: str | None) -> None:
         """End requests early: with an error that their clients are told, or silently, since they left.
@@ -268,18 +256,16 @@ class EngineThread:
             log.error("model %r is out of service: %s", served.name, served.broken)
             self._deliver([(job, [], 1) for job in served.jobs.values()])  # one entry for each request of a job
             served.jobs.clear()
-        if error:
-            for delta in deltas:
-                delta.error = error
-                delta.request.answers[delta.index].error = error
+        for delta in deltas if error else ():
+            delta.error = delta.request.answers[delta.index].error = error
         self._publish(served, deltas)
 
     def _publish(self, served: Served, deltas: list[Delta]) -> None:
         """Count the deltas and hand them to their jobs."""
         now, deliveries = time.perf_counter(), []
-        groups: dict[Request, list[Delta]] = {}  # where guesses were right: A's first token, B's, A's second, B's
+        groups: dict[Request, list[Delta]] = defaultdict(list)  # where guesses were right, A's and B's deltas alternate
         for delta in deltas:
-            groups.setdefault(delta.request, []).append(delta)
+            groups[delta.request].append(delta)
         for request, group in groups.items():
             job = served.jobs.get(request)
             if job is None:  # refused halfway: its client never saw it begin
@@ -288,11 +274,9 @@ class EngineThread:
             if request.finished:
                 del served.jobs[request]
                 self.metrics.close(served.name, request)
-                served.seconds += 0.1 * (now - request.arrival - served.seconds)
             deliveries.append((job, group, int(request.finished)))
         self.metrics.stats[served.name] = served.llm.stats()
-        if deliveries:
-            self._deliver(deliveries)
+        self._deliver(deliveries)
 
     def _deliver(self, deliveries: list[tuple[Job, list[Delta], int]]) -> None:
         """One wake-up of the event loop for all of them."""
@@ -301,4 +285,5 @@ class EngineThread:
             for job, deltas, closed in deliveries:
                 job.deliver(deltas, closed)
 
-        self.post(deliver)
+        if deliveries:
+            self._post(deliver)

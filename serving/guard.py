@@ -16,7 +16,6 @@ a bound on the time that a body which trickles in may take (put a proxy in front
 from __future__ import annotations
 
 import asyncio
-import errno
 import hashlib
 import hmac
 import ipaddress
@@ -24,6 +23,7 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from typing import Any
 from urllib.parse import urlsplit
 
 from fastapi import Request
@@ -37,7 +37,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 log = logging.getLogger("vitrine")
 
 LONGEST_MESSAGE = 2000  # characters of an error message
-MOST_CONTAINERS = 100_000  # lists and objects in a body: each takes a hundred times the memory of its two characters
+MOST_VALUES = 1 << 17  # in a body: reading more takes a tenth of a second, and a hundred times their memory
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 OPEN_PATHS = ("/", "/health")  # no key needed: a static page, and whether the server is up
 
@@ -109,8 +109,10 @@ class HeaderLimit(AutoHTTPProtocol):
 
     uvicorn itself bounds only the silence between two requests. The clock also runs while the rest of a refused body
     arrives: a client that is still sending has so long to read why; closing at once would take the answer from it.
-    A connection beyond the `most` that there are file descriptors for ends at once.
+    A connection beyond the `most` that there are file descriptors for ends at once, with a line a minute in the log.
     """
+
+    warned = -60.0  # when the last line was written
 
     def __init__(self, *args, patience: float, most: int, **kwargs):
         super().__init__(*args, **kwargs)
@@ -120,8 +122,10 @@ class HeaderLimit(AutoHTTPProtocol):
         super().connection_made(transport)
         self._watch()
         if len(self.connections) > self.most:
-            self.loop.call_exception_handler({"exception": OSError(errno.EMFILE, "")})
             transport.abort()
+            if self.loop.time() >= HeaderLimit.warned + 60:
+                HeaderLimit.warned = self.loop.time()
+                log.warning("%d connections are open; more are closed at once: raise `ulimit -n`", self.most)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -146,22 +150,6 @@ class HeaderLimit(AutoHTTPProtocol):
             head = "HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Type: application/json\r\n"
             self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         self.transport.close()
-
-
-def descriptor_warning() -> Callable[[asyncio.AbstractEventLoop, dict], None]:
-    """A handler of the event loop's exceptions that logs a line a minute where asyncio prints thousands of tracebacks a
-    second: one for each time that it has no file descriptor for a connection."""
-    told = -60.0
-
-    def handle(loop: asyncio.AbstractEventLoop, context: dict) -> None:
-        nonlocal told
-        if getattr(context.get("exception"), "errno", None) not in (errno.EMFILE, errno.ENFILE):
-            loop.default_exception_handler(context)
-        elif loop.time() >= told + 60:
-            told = loop.time()
-            log.error("out of file descriptors: new connections are closed until others end; raise `ulimit -n`")
-
-    return handle
 
 
 class Guard:
@@ -208,9 +196,9 @@ class Guard:
         if too_long:
             remedy = "send less, or start the server with a larger --max-body"
             raise ApiError(413, f"the body is longer than {self.limit} bytes; {remedy}")
-        if body.count(b"{") + body.count(b"[") > MOST_CONTAINERS:
+        if sum(map(body.count, (b",", b"[", b"{"))) > MOST_VALUES:
             raise ApiError(
-                400, f"the body has more than {MOST_CONTAINERS} opening brackets; send fewer lists or objects"
+                400, f"the body has more than {MOST_VALUES:,} commas and opening brackets; send fewer values"
             )
         return bytes(body)
 
@@ -296,6 +284,19 @@ async def until_left(receive, work: Awaitable):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def size(value: Any) -> int:
+    """Of nested lists and objects: characters of all texts, and 1 for any other value."""
+    total, waiting = 0, [value]
+    while waiting:
+        value = waiting.pop()
+        total += len(value) if isinstance(value, str) else 1
+        if isinstance(value, dict):
+            waiting += [*value, *value.values()]
+        elif isinstance(value, list):
+            waiting += value
+    return total
 
 
 def sse(data: dict | str) -> bytes:

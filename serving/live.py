@@ -1,18 +1,15 @@
 """The engine seen live: snapshots of blocks, batch and tree for the page at `/`, made only while somebody looks.
 
-The problem. Paging, sharing, chunks and preemption are easy to say and hard to believe. A student should see a block
-change its owner. But the engine's loop is no place for pictures: a snapshot costs more than a small step.
-
-The idea. The first watcher makes a recorder an observer of the engine, so each step leaves one short row. Ten
-times a second each watcher has the engine thread make a snapshot of pool and tree between two steps. With the last
-watcher the recorder is taken away again.
+The first watcher makes a recorder an observer of the engine, so each step leaves one short row. Ten times a second each
+watcher has the engine thread make a snapshot of pool and tree between two steps; a slow one gets fewer and delays
+nobody. With the last watcher the recorder is taken away again.
 
     engine thread    step  step  step  step | look |  step  step ...
                       │row  │row  │row        │
                       └─────┴─────┴───────────┴──► {"steps": [rows], "refs", "sequences", "tree", "stats"} ──► a watcher
 
-A slow watcher gets fewer snapshots and delays nobody. Source: Kwon et al. 2023, figure 6, for the picture of blocks
-with owners. Left out: history (the page keeps its own), and the contents of the blocks.
+Source: Kwon et al. 2023, figure 6, for the picture of blocks with owners. Left out: history (the page keeps its own),
+and the contents of the blocks.
 """
 
 from __future__ import annotations
@@ -36,13 +33,10 @@ QUEUE_SHOWN = 24
 
 def step_row(step: Step, number: int) -> dict:
     """One step as the batch chart shows it. To be made before its tokens are counted as computed."""
-    entries = []
-    for seq, n in step.entries:
-        kind = "prefill" if seq.num_computed < seq.num_prompt else "decode" if n == 1 else "several"
-        entries.append([seq.id, kind, n])
+    kinds = ["prefill" if s.num_computed < s.num_prompt else "decode" if n == 1 else "several" for s, n in step.entries]
     return {
         "number": number,
-        "entries": entries,
+        "entries": [[seq.id, kind, n] for kind, (seq, n) in zip(kinds, step.entries, strict=True)],
         "cached": [[seq.id, n] for seq, n in step.cached if n],
         "preempted": [seq.id for seq in step.preempted],
         "copies": len(step.copies),
@@ -91,7 +85,7 @@ class Recorder:
     """The latest steps of one model, while anybody watches it. All of it runs in the engine thread."""
 
     def __init__(self, served: Served):
-        self.served = served
+        self.served, self.observers = served, served.llm.engine.observers
         self.rows: deque[dict] = deque(maxlen=STEPS_KEPT)
         self.steps = self.watchers = 0
 
@@ -99,7 +93,7 @@ class Recorder:
         """One more watcher; the number of the last step before it came."""
         self.watchers += 1
         if self.watchers == 1:
-            self.served.llm.engine.observers.append(self.record)
+            self.observers.append(self.record)
         return self.steps
 
     def record(self, step: Step) -> None:
@@ -108,8 +102,8 @@ class Recorder:
 
     def leave(self) -> None:
         self.watchers -= 1
-        if not self.watchers and self.record in self.served.llm.engine.observers:
-            self.served.llm.engine.observers.remove(self.record)
+        if not self.watchers:
+            self.observers.remove(self.record)
 
     def snapshot(self, seen: int, generated: int) -> dict:
         """The engine now, and its steps after number `seen`."""

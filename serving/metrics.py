@@ -1,12 +1,12 @@
 """What the server counts for Prometheus, in one registry for each application.
 
-An average hides the one stalled answer in twenty that people complain about, so waits are kept as histograms: for each
-bound, how many were at most that long. Histograms can be added over servers, and any percentile can be read off them.
+An average hides the one stalled answer in twenty, so waits are kept as histograms: for each bound, how many were at
+most that long. They can be added over servers, and any percentile can be read off them.
 
     vitrine_time_to_first_token_seconds_bucket{le="0.1",model="smollm2"} 17.0     17 requests waited at most 0.1 s
     vitrine_time_to_first_token_seconds_bucket{le="0.25",model="smollm2"} 40.0    23 more at most 0.25 s
 
-The engine thread counts; the figures of the schedulers are asked for when the page is made. Left out: exemplars.
+The engine thread counts, and leaves the figures of the schedulers here after each step. Left out: exemplars.
 """
 
 from collections import Counter as Tally
@@ -49,10 +49,8 @@ class Metrics:
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
         options = {"labelnames": ["model"], "namespace": "vitrine", "registry": self.registry}
-        new = partial(Histogram, **options)
-        self.first = new(
-            "time_to_first_token_seconds", "From the arrival of a request to its first token.", buckets=SECONDS
-        )
+        new, first = partial(Histogram, **options), "From the arrival of a request to its first token."
+        self.first = new("time_to_first_token_seconds", first, buckets=SECONDS)
         self.gap = new("inter_token_seconds", "Between two tokens of an answer that follow each other.", buckets=SHORT)
         self.seconds = new("request_seconds", "From the arrival of a request to its last token.", buckets=SECONDS)
         self.prompt = new("request_prompt_tokens", "Length of prompts.", buckets=TOKENS)

@@ -23,7 +23,7 @@ import json
 import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
@@ -33,7 +33,7 @@ from request import Delta
 from sampling import SamplingParams
 from serving.engine_thread import Job, Served
 from serving.guard import ApiError, error_body
-from serving.openai_schema import Body, Texts, asked, sampling_fields
+from serving.openai_schema import UNSUPPORTED, Body, asked, sampling_fields
 from serving.service import Service
 from serving.tools import find_layout
 
@@ -62,15 +62,14 @@ class Options(OptionFields):
 class OllamaBody(Body):
     """What generate and chat have in common. `format` is "json" or a JSON Schema."""
 
+    unsupported: ClassVar = UNSUPPORTED | {"template": ("",), "context": ([],), "images": ([],), "tools": ([],)}
+
     model: str | None = None
     stream: bool | None = None
     format: str | dict[str, Any] | None = None
     options: Options | None = None
-    images: Texts | None = None
 
     def params(self) -> SamplingParams:
-        if self.images:
-            raise ApiError(400, "images are not read by this server", "images")
         options = self.options or Options()
         limit, penalty = options.num_predict, options.repeat_penalty
         if limit is not None and limit < -2:
@@ -94,7 +93,6 @@ class GenerateBody(OllamaBody):
     prompt: str = ""
     system: str | None = None
     raw: bool | None = None
-    suffix: str | None = None
 
     def messages(self) -> list[dict]:
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -105,11 +103,8 @@ class OllamaChatBody(OllamaBody):
     """POST /api/chat"""
 
     messages: Annotated[list[dict[str, Any]], FailFast()] = []
-    tools: list[dict[str, Any]] | None = None
 
     def params(self) -> SamplingParams:
-        if self.tools:
-            raise ApiError(400, "tools are not read by /api/chat: use /v1/chat/completions", "tools")
         if any(message.get("images") for message in self.messages):
             raise ApiError(400, "images are not read by this server", "messages")
         return super().params()
@@ -186,9 +181,9 @@ def ollama_routes(service: Service) -> APIRouter:
         head = {"model": service.model(body.model).name, "created_at": datetime.now(timezone.utc).isoformat()}
         return JSONResponse(head | content | {"done": True, "done_reason": reason}, 200, body.headers())
 
-    async def answer(http: Request, served: Served, body: OllamaBody, ids: list[int], chat: bool) -> Response:
+    async def answer(http: Request, served: Served, body: OllamaBody, prompt: str | list[int], chat: bool) -> Response:
         params, headers = body.params(), body.headers()
-        job = await service.submit(served, [(ids, None)], params, streaming=body.stream is not False)
+        job = await service.submit(served, [prompt], params, streaming=body.stream is not False)
         return await service.answer(http, job, OllamaWriter(job, chat), headers)
 
     @router.post("/generate", response_model=None)
@@ -196,14 +191,11 @@ def ollama_routes(service: Service) -> APIRouter:
         """Answer one prompt."""
         if not body.prompt:
             return loaded(body, {"response": ""})
-        if body.suffix:
-            raise ApiError(400, "'suffix' is not supported: these models do not fill in the middle", "suffix")
         served = service.model(body.model)
-        if body.raw or not served.llm.tokenizer.has_chat_template:
-            ids = await service.encode(served, body.prompt)
-        else:
-            ids = await service.encode_chat(served, body.messages())
-        return await answer(http, served, body, ids, chat=False)
+        prompt: str | list[int] = body.prompt
+        if not body.raw and served.llm.tokenizer.has_chat_template:
+            prompt = await service.encode_chat(served, body.messages())
+        return await answer(http, served, body, prompt, chat=False)
 
     @router.post("/chat", response_model=None)
     async def chat(body: OllamaChatBody, http: Request) -> Response:

@@ -205,12 +205,8 @@ def openai_routes(service: Service) -> APIRouter:
     @router.post("/v1/completions", response_model=None)
     async def completions(body: CompletionBody, http: Request) -> Response:
         """Continue one or more prompts."""
-        served, headers, params = service.model(body.model), body.headers(), body.params()
-        prompts: list[tuple[list[int], str | None]] = []
-        for prompt in body.prompts():
-            is_text = isinstance(prompt, str)
-            prompts.append((await service.encode(served, prompt), prompt) if is_text else (prompt, None))
-        job = await service.submit(served, prompts, params, **body.routing())
+        served, headers = service.model(body.model), body.headers()
+        job = await service.submit(served, body.prompts(), body.params(), **body.routing())
         return await service.answer(http, job, CompletionWriter(job, body), headers, body.user)
 
     @router.post("/v1/chat/completions", response_model=None)
@@ -274,7 +270,7 @@ async def converse(service: Service, body: ChatBody) -> tuple[Job, Callable[[], 
     ids = await service.encode_chat(served, body.messages, tools or None, **options)
     layout = await service.help(find_layout, served.llm.tokenizer) if tools and called is None else None
     try:
-        job = await service.submit(served, [(ids, None)], params, **body.routing())
+        job = await service.submit(served, [ids], params, **body.routing())
     except GrammarError:
         await name_bad_tool(service, served, tools if called is not None else [])
         raise

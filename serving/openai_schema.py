@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter, WithJs
 from typing_extensions import TypeAliasType
 
 from sampling import SamplingParams
-from serving.guard import ApiError
+from serving.guard import ApiError, size
 
 # Other servers' names for a structure. Unheard, they would give an answer that has none.
 STRUCTURE = "guided_json guided_regex guided_choice guided_grammar structured_outputs json_schema".split()
@@ -41,12 +41,11 @@ UNSUPPORTED: dict[str, tuple] = {
     "web_search_options": (),
 }
 TEMPLATE_OPTIONS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "shield", "documents")
-# Entries of a list or an object, and characters of a text, are counted before anything looks at them. What the context
-# of a model bounds has no other bound here than one on entries.
-MOST_ENTRIES, MOST_CHARACTERS = 256, 1 << 16
-MORE = {"prompt": 1 << 20, "input": 1 << 20, "tokens": 1 << 20, "messages": 1 << 14}
-MORE |= dict.fromkeys(("choice", "logit_bias", "stop_token_ids"), 1 << 12)
-TEXTS = ("prompt", "input", "instructions", "system")
+# What a field may hold, counted before anything looks at it: entries, and in all (guard.size). The context of a model
+# bounds the fields of CONTEXT, and the number of answers that of prompts.
+MOST_ENTRIES, MOST_CHARACTERS, MOST_SIZE = 256, 1 << 16, 1 << 18
+CONTEXT = ("prompt", "input", "instructions", "system", "messages", "tokens")
+MORE_ENTRIES = dict.fromkeys(("choice", "logit_bias", "stop_token_ids"), 4096)
 
 # A list of a hundred thousand wrong items is wrong once.
 Ids = TypeAliasType("Ids", Annotated[list[int], FailFast()])
@@ -68,14 +67,16 @@ class Body(BaseModel):
         """Raises ApiError for what is too large. Whole floats become integers: some clients write 16 as 16.0."""
         if not isinstance(data, dict):
             return data
-        if len(data) > MOST_ENTRIES:
-            raise ApiError(400, f"an object has {len(data):,} fields; at most {MOST_ENTRIES} are read")
-        for name, value in data.items():
-            if isinstance(value, (list, dict)) and len(value) > (most := MORE.get(name, MOST_ENTRIES)):
-                raise ApiError(400, f"{name[:100]!r} has {len(value):,} entries; the limit is {most:,}", name[:100])
-            if isinstance(value, str) and len(value) > MOST_CHARACTERS and name not in TEXTS:
-                message = f"{name[:100]!r} has {len(value):,} characters; the limit is {MOST_CHARACTERS:,}"
-                raise ApiError(400, message, name[:100])
+        for name, value in [("the body", data), *data.items()][: MOST_ENTRIES + 1]:
+            name, entries = name[:100], MORE_ENTRIES.get(name, MOST_ENTRIES)
+            if name in CONTEXT:
+                continue
+            if isinstance(value, str) and len(value) > MOST_CHARACTERS:
+                raise ApiError(400, f"{name} has {len(value):,} characters; the limit is {MOST_CHARACTERS:,}", name)
+            if isinstance(value, (list, dict)) and len(value) > entries:
+                raise ApiError(400, f"{name} has {len(value):,} entries; the limit is {entries:,}", name)
+            if value is not data and size(value) > MOST_SIZE:
+                raise ApiError(400, f"{name} holds more than {MOST_SIZE:,} characters and values, the limit", name)
         return {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in data.items()}
 
     def headers(self) -> dict[str, str]:

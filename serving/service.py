@@ -31,7 +31,7 @@ from fastapi.responses import JSONResponse
 
 from sampling import SamplingParams
 from serving.engine_thread import EngineThread, Job, Served
-from serving.guard import ApiError, EventStream, internal_error, until_left
+from serving.guard import ApiError, EventStream, internal_error, size, until_left
 
 log = logging.getLogger("vitrine")
 LONG_TEXT = 50_000  # characters
@@ -93,14 +93,14 @@ class Service:
                 raise ApiError(400, f"the chat template of {served.name!r} does not show tools to the model", "tools")
             return ids
 
-        encode, length = served.llm.tokenizer.encode_chat, text_length([messages, tools, options])
+        encode, length = served.llm.tokenizer.encode_chat, size([messages, tools, options])
         check_length(served, length)
         return await self.help(render, length=length)
 
     # -- into the engine and out of it
 
     async def submit(
-        self, served: Served, prompts: list[tuple[list[int], str | None]], params: SamplingParams, **routing: Any
+        self, served: Served, prompts: list[str | list[int]], params: SamplingParams, **routing: Any
     ) -> Job:
         """Check what the request as a whole asks for, and queue it. Raises ApiError or ValueError."""
         width = params.beam_width or params.best_of or params.n
@@ -111,13 +111,16 @@ class Service:
                 f"{self.limits.max_choices} answers in all; lower n, or send several requests",
                 "n" if width > 1 else "prompt",
             )
-        for ids, _ in prompts:
-            if len(ids) > served.llm.max_model_len:
-                raise too_long(served, f"a prompt of {len(ids)} tokens")
         if (priority := routing.get("priority")) and served.llm.options.policy != "priority":
             raise ApiError(400, f"priority={priority} needs a server started with --policy priority", "priority")
+        known: list[tuple[list[int], str | None]] = []
+        for prompt in prompts:
+            ids = await self.encode(served, prompt) if isinstance(prompt, str) else prompt
+            if len(ids) > served.llm.max_model_len:
+                raise too_long(served, f"a prompt of {len(ids)} tokens")
+            known.append((ids, prompt if isinstance(prompt, str) else None))
         await self.compile(served, params)
-        return await self.engine.submit(served, prompts, params, **routing)
+        return await self.engine.submit(served, known, params, **routing)
 
     async def compile(self, served: Served, params: SamplingParams) -> None:
         """Prepare a structure, so that the engine thread finds it ready. Raises GrammarError."""
@@ -188,20 +191,6 @@ class Service:
                     prompt = job.served.llm.tokenizer.decode(request.prompt_ids, skip_special_tokens=False)
                 line += f" prompt_text={prompt!r} answers={[answer.text for answer in answers]!r}"
             log.info(line)
-
-
-def text_length(value: Any) -> int:
-    """Characters of all texts in nested lists and objects."""
-    total, waiting = 0, [value]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, str):
-            total += len(value)
-        elif isinstance(value, dict):
-            waiting += [*value, *value.values()]
-        elif isinstance(value, list):
-            waiting += value
-    return total
 
 
 def check_length(served: Served, length: int) -> None:

@@ -159,9 +159,8 @@ class ForcedCall:
     def finish(self) -> tuple[str, list[dict]]:
         try:
             value = json.loads(self._text)
-            if self.name is not None:
-                return "", [api_call(self.name, self._text)]
-            return "", [api_call(value["name"], json.dumps(value["arguments"]))]
+            name, arguments = (value["name"], value["arguments"]) if self.name is None else (self.name, value)
+            return "", [api_call(name, json.dumps(arguments))]
         except (ValueError, RecursionError):  # cut off by max_tokens: there is no call
             return self._text, []
 

@@ -6,7 +6,7 @@ import pytest
 from server_fixture import make_llm
 
 from sampling import SamplingParams
-from serving.engine_thread import EngineThread, Served
+from serving.engine_thread import EngineThread
 from serving.guard import ApiError
 
 PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -100,7 +100,7 @@ def test_no_more_than_the_queue_holds(llm):
         jobs = [await engine.submit(served, [([5, 6], None)], PARAMS) for _ in range(4)]
         with pytest.raises(ApiError) as full:
             await engine.submit(served, [([5, 6], None)], PARAMS)
-        assert full.value.status == 429 and int(full.value.headers["Retry_After"]) >= 1
+        assert full.value.status == 429 and full.value.headers["Retry_After"] == "3", "four are open, two at a time"
         for job in jobs:
             await job.ended.wait()
         assert served.open == 0
@@ -121,11 +121,3 @@ def test_a_message_that_raises_stops_nobody(llm, caplog):
 
     run(llm, use)
     assert "ZeroDivisionError" in caplog.text
-
-
-def test_the_wait_that_is_told_grows_with_the_queue_and_is_bounded(llm):
-    served = Served("m", llm)
-    waits = []
-    for served.open in (0, 4, 40, 4000):
-        waits.append(served.retry_after())
-    assert waits == [1, 2, 20, 60]
