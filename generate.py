@@ -41,10 +41,10 @@ from kv_paged import (
     blocks_for_budget,
     blocks_needed,
     describe_capacity,
-    free_memory,
     parse_memory,
 )
 from model import Transformer, padding_batch
+from native.machine import usable_memory, usable_threads
 from overlap import OverlapEngine
 from quantize import has_kernels, set_activations
 from radix import PREFIX_CACHES
@@ -95,7 +95,9 @@ class EngineConfig:
     jump_forward: bool = option(True, "append what a structured answer can only go on with, instead of drawing it")
     overlap: bool = option(False, "plan the next step while the model runs this one")
     kernels: str = option("native", "native or reference, for the process", one_of=["native", "reference"])
-    threads: int | None = option(None, "threads of the kernels, for the process; one per processor if not given")
+    threads: int | None = option(
+        None, "threads of the kernels, for the process; all the machine allows if not given"
+    )
     seed: int = option(0, "draws the seeds of requests that bring none")
     trace: bool = option(False, "print each step's plan to stderr")
     quiet: bool = option(True, "print nothing about loading", flag=False)
@@ -128,7 +130,14 @@ class LLM:
     def __init__(self, model: str = "smollm2", **options):
         self.options = EngineConfig(model, **options)
         self.device = choose_device(self.options.device)
-        set_backend(self.options.kernels, self.device, self.options.threads)
+        threads, reason = usable_threads()
+        if self.options.threads is not None:
+            threads, reason = self.options.threads, "as was asked for"
+        kernels.set_threads(threads)
+        on_gpu = self.options.kernels == "native" and self.device.type == "cuda"
+        kernels.set_backend("triton" if on_gpu else self.options.kernels)
+        if not self.options.quiet:
+            warn(f"threads: {threads} ({reason})")
         self._load()
         self.kv = self._allocate()
         self.runner = self._runner(self.model, self.kv)
@@ -231,7 +240,7 @@ class LLM:
         # Quantised products run on the native kernels' own threads. Those of torch would still spin for a while after
         # each of its operations, on the cores that the next kernel needs.
         alone = kernels.backend() == "native" and has_kernels(self.model)
-        torch.set_num_threads(1 if alone else options.threads or os.cpu_count() or 1)
+        torch.set_num_threads(1 if alone else kernels.threads())
         self.load_s = time.perf_counter() - start
 
     def _transformer(self, checkpoint, quant: str | None, dtype: torch.dtype) -> Transformer:
@@ -248,12 +257,19 @@ class LLM:
         options, config = self.options, self.config
         dtype = self.model.dtype if options.kv_dtype == "auto" else DTYPES[options.kv_dtype]
         layout = (config.num_layers, options.block_size, config.num_kv_heads, config.head_dim, dtype.itemsize)
+        free, bound = usable_memory(str(self.device))
+        self.memory = f"{free / 2**20:,.0f} MiB of memory are free ({bound})"
         if options.num_blocks is not None:
             total = options.num_blocks + 1
         else:
-            total = blocks_for_budget(options.kv_memory, *layout, free_memory(str(self.device)))
+            total = blocks_for_budget(options.kv_memory, *layout, free)
             if options.kv_memory is None:  # no more than every batch slot filled to the last token could use
                 total = min(total, 1 + options.max_num_seqs * blocks_needed(self.max_model_len, options.block_size))
+        if block_bytes(*layout) * total > free:
+            warn(
+                f"warning: the KV pool takes {block_bytes(*layout) * total / 2**20:,.0f} MiB when it fills, but"
+                f" {self.memory}: the process may be killed; lower --kv-memory or --num-blocks"
+            )
         try:
             shape = (config.num_layers, total, options.block_size, config.num_kv_heads, config.head_dim)
             return KVCache(*shape, dtype, self.device)
@@ -271,7 +287,7 @@ class LLM:
         rules = (options.policy, options.preemption, options.chunked)
         scheduler = scheduler_class(options.batching, options.reserve)(pool, cache, *limits, *rules)
         if not options.quiet:
-            warn(describe_capacity(pool, self.max_model_len, self.kv.nbytes // self.kv.num_blocks))
+            warn(f"{describe_capacity(pool, self.max_model_len, self.kv.nbytes // self.kv.num_blocks)}; {self.memory}")
         return scheduler
 
     def _engine(self) -> Engine:
@@ -364,12 +380,6 @@ def choose_device(name: str) -> torch.device:
     if index is not None:  # without a number it is the current one
         torch.cuda.set_device(index)  # where Triton launches, and graphs are captured
     return torch.device(("cuda" if gpus else "cpu") if name == "auto" else name)
-
-
-def set_backend(name: str, device: torch.device, threads: int | None) -> None:
-    """Choose the kernels and their threads (None: one for each processor)."""
-    kernels.set_threads((os.cpu_count() or 1) if threads is None else threads)
-    kernels.set_backend("triton" if name == "native" and device.type == "cuda" else name)
 
 
 # -- the command line

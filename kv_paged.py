@@ -21,7 +21,6 @@ section 4. Left out: who gets blocks and when (scheduler.py), blocks of unequal 
 from __future__ import annotations
 
 import mmap
-import os
 import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -298,21 +297,6 @@ def blocks_for_budget(
             "are the least; raise --kv-memory or lower block_size"
         )
     return budget // per_block
-
-
-def free_memory(device: str = "cpu") -> int:
-    """Bytes free on the device: what CUDA reports, or what the host can give without swapping."""
-    if device.startswith("cuda"):
-        import torch
-
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo") as file:
-            return int(re.search(r"MemAvailable:\s+(\d+) kB", file.read()).group(1)) * 1024
-    except (OSError, AttributeError):  # not Linux, or a kernel before 3.14: all of it is the best guess there is
-        if not hasattr(os, "sysconf"):
-            raise ValueError("this system does not say how much memory is free: give --kv-memory") from None
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def parse_memory(text: str) -> int:

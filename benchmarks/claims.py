@@ -35,6 +35,7 @@ from benchmarks import guessing, mapping, scheduling, speed
 from benchmarks.lab import FULL, QUICK, Lab, median
 from formats.command_line import refuse_unused
 from generate import engine_arguments
+from native.machine import usable_threads
 
 
 @dataclass(frozen=True)
@@ -291,7 +292,7 @@ def run(args: argparse.Namespace) -> int:
         check_readme(args.readme.read_text(encoding="utf-8"), [*result["claims"], *args.only])
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
-    result["machine"] = args.machine or f"{os.cpu_count()} cores, {args.threads or os.cpu_count()} threads"
+    result["machine"] = args.machine or f"{os.cpu_count()} cores, {args.threads or usable_threads()[0]} threads"
 
     def save() -> None:
         result["command"] = describe_command(args, list(result["claims"]))

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from xml.sax.saxutils import escape
 
 from benchmarks.plot_data import GATHER, PARTS, Bench, Sizes
 from formats.command_line import as_command, given, refuse_unused
+from native.machine import usable_threads
 
 BLUE, RED, GREEN, GREY = "#1a80bb", "#d05a00", "#008f68", "#797c83"
 STYLE = {
@@ -384,7 +384,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--redraw", action="store_true", help="draw what DIR.json holds; measure nothing")
     parser.add_argument("--model", default="smollm2", metavar="M")
-    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), metavar="N")
+    parser.add_argument("--threads", type=int, default=min(2, usable_threads()[0]), metavar="N")
     parser.add_argument("--json", action="store_true", help="print what each picture shows as one JSON object")
     args = parser.parse_args(argv)
     if args.out.name in ("", ".."):

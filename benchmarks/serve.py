@@ -26,7 +26,6 @@ import asyncio
 import contextlib
 import json
 import math
-import os
 import random
 import re
 import statistics
@@ -42,6 +41,7 @@ from urllib.parse import urlsplit
 
 from benchmarks import peers as bench_peers
 from formats.command_line import as_command, given, refuse_unused
+from native.machine import usable_threads
 
 WORDS = "time year people way day man thing woman life child world school state family student group country".split()
 QUANTILES = (50, 95, 99)
@@ -341,7 +341,7 @@ def in_turn_with_peers(args: argparse.Namespace, url: str) -> dict:
     """The closed loop in turn with the peers: {"rounds": [figures], "peers": {name: {tok_s, ratio, ratios}}}."""
     peers = bench_peers.commands(args.peer, args.model[0] if args.model else "smollm2")
     sizes = ["--prompt", "64", "--gen", str(args.gen), "--repeat", "1", "--batch", str(args.concurrency)]
-    sizes += ["--threads", str(args.threads or os.cpu_count() or 1)]
+    sizes += ["--threads", str(args.threads or usable_threads()[0])]
     rounds, rates = [], {name: [] for name in peers}
     for i in range(args.rounds or 2):
         print(f"round {i + 1} ...", file=sys.stderr, flush=True)

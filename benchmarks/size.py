@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +38,8 @@ from formats.config import ModelConfig
 from formats.families import tensor_shapes
 from formats.layers import resolve_scheme, scheme_for
 from generate import DTYPES
-from kv_paged import block_bytes, blocks_needed, free_memory, parse_memory
+from kv_paged import block_bytes, blocks_needed, parse_memory
+from native.machine import usable_memory, usable_threads
 from quantize import SCHEMES, TABLES, Scheme, parse_scheme
 
 SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -142,7 +142,7 @@ def size(args: argparse.Namespace) -> dict:
     kv_dtype = DTYPES[args.kv_dtype or args.dtype]
     layout = (layers, args.block_size, kv_heads, head_dim, kv_dtype.itemsize)
     per_token, per_block = block_bytes(layers, 1, *layout[2:]), block_bytes(*layout)
-    memory = args.memory or free_memory()
+    memory = args.memory or usable_memory()[0]
     pool = max(0, (memory - weights.nbytes) // per_block - 1)  # block 0 is padding
     each = blocks_needed(context, args.block_size)  # blocks of a request at full length
     kv_bytes = (args.concurrency * each + 1) * per_block
@@ -183,7 +183,7 @@ def size(args: argparse.Namespace) -> dict:
 
 def measured_rates(args: argparse.Namespace) -> tuple[float, float]:
     """Bytes and operations per second: those given, else this machine's. Quantised products are summed as integers."""
-    kernels.set_threads(args.threads or os.cpu_count() or 1)
+    kernels.set_threads(args.threads or usable_threads()[0])
     bandwidth = args.bandwidth * 1e9 if args.bandwidth else read_bandwidth()
     if args.gflops:
         return bandwidth, args.gflops * 1e9

@@ -165,7 +165,6 @@ def test_the_pool_is_sized_from_memory():
     assert blocks_for_budget(None, **shape, free=2**32) == 4 * 512 * kv_paged.DEFAULT_MEMORY_SHARE
     with pytest.raises(ValueError, match="KV memory of 2,097,152 bytes holds 1 blocks .* raise --kv-memory"):
         blocks_for_budget(2**21, **shape)
-    assert kv_paged.free_memory() > 2**20
     text = kv_paged.describe_capacity(BlockPool(513, 16), 2048, block_bytes(**shape))
     assert "512 blocks of 16 tokens = 8,192 tokens" in text and "4.0 requests of the full 2,048 tokens" in text
 
