@@ -50,7 +50,7 @@ def groups(controller: str) -> Iterator[Path]:
 
 def usable_threads() -> tuple[int, str]:
     """The tightest of all limits, at least 1, and its name."""
-    limits = {"one a processor": os.cpu_count() or 1}
+    limits = {"one for each processor": os.cpu_count() or 1}
     if hasattr(os, "sched_getaffinity"):
         limits["the CPU affinity of the process"] = len(os.sched_getaffinity(0))
     if match := re.match(r"\s*0*([1-9]\d*)", os.environ.get("OMP_NUM_THREADS", "")):

@@ -63,7 +63,7 @@ def test_a_quota_at_any_level_bounds_the_threads(root, version, quotas, group, t
 
 
 def test_the_tightest_of_processors_affinity_and_environment_bounds_the_threads(root, monkeypatch):
-    assert machine.usable_threads() == (8, "one a processor")
+    assert machine.usable_threads() == (8, "one for each processor")
     for words, threads in {"3": 3, "2,4": 2, " 16": 8, "0": 8, "": 8, "many": 8, "-2": 8}.items():
         monkeypatch.setenv("OMP_NUM_THREADS", words)
         assert machine.usable_threads()[0] == threads, words
