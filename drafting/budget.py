@@ -33,7 +33,7 @@ MARGIN = 1.5  # of what guesses are thought to cost: an answer that gets ahead s
 BEST_CHANCE = 0.95  # of the best guesses there are
 CREDIT, MOST_CREDIT = 4.0, 8.0  # tokens that guesses may lose at first, and after having won ever so many
 PASSES = 8  # over the sizes of a step; the shortest time of each counts, on a machine that is busy elsewhere
-SHARE = 0.01  # of all tokens may be lost in finding out whether guesses pay
+SHARE = 0.01  # of all tokens, and of those of an answer that is tried, may be lost in finding out what pays
 
 Seconds = Callable[[int], float]  # of a number of rows
 
@@ -92,19 +92,6 @@ class Record:
         self.right, self.wrong = self.right * fade + right, self.wrong * fade + wrong
 
 
-@dataclass
-class Account:
-    """Tokens that may be spent on guesses at all, and of that on answers whose guesses do not seem to pay."""
-
-    asking: float = CREDIT
-    trying: float = 0.0
-
-    def pay_in(self, asking: float, trying: float = 0.0) -> None:
-        # Both are limited, or a good past would pay for a long bad present.
-        self.asking = min(self.asking + asking, MOST_CREDIT)
-        self.trying = min(self.trying + trying, MOST_CREDIT)
-
-
 class Speculator:
     """Decides how much to guess, asks the proposer, and keeps the accounts.
 
@@ -123,8 +110,8 @@ class Speculator:
         self.last: WeakKeyDictionary[Answer, int] = WeakKeyDictionary()  # the step in which it was given guesses last
         self.strengths: dict[Answer, int] = {}  # of the evidence for the guesses of this step
         self.drafted = self.accepted = self.decodes = self.steps = 0
-        self.accounts = defaultdict(Account)  # by the bit length of the batch size: what pays depends on it
-        self.account = Account()  # that of this step
+        self.accounts = defaultdict(lambda: CREDIT)  # tokens that may be lost; what pays depends on the batch:
+        self.batch = 0  # the bit length of its size, in this step
         self.known: dict[int, tuple[list[float], float, bool]] = {}  # prices, by the size of the batch
 
     def propose(self, answers: list[Answer], rooms: list[int], trim=lambda answer, guess: guess) -> list[list[int]]:
@@ -137,9 +124,9 @@ class Speculator:
         self.steps += 1
         self.strengths = {}
         if self.step is not None:
-            self.account = self.accounts[n.bit_length()]
-            self.account.pay_in(SHARE * n, SHARE * n)
-        if not any(rooms) or (self.step is not None and not (self.account.asking > 0 and self._prices(n)[2])):
+            self.batch = n.bit_length()
+            self._pay_in(SHARE * n)
+        if not any(rooms) or (self.step is not None and not (self.accounts[self.batch] > 0 and self._prices(n)[2])):
             return guesses
         self.strengths = dict(zip(answers, self.proposer.strength(answers), strict=True))
         limits = [min(r, self.most) if self.strengths[a] else 0 for a, r in zip(answers, rooms, strict=True)]
@@ -147,8 +134,7 @@ class Speculator:
             limits = self.plan(answers, limits)
         guessing = [answer for answer, limit in zip(answers, limits, strict=True) if limit]
         # To read a prompt before an answer's first guess does not count: it happens once, however many guesses follow.
-        silent = [self.steps - 1 - self.last.get(answer, self.steps - 1) for answer in guessing]
-        missed = sum(min(s, self.proposer.backlog(answer)) for s, answer in zip(silent, guessing, strict=True))
+        missed = sum(min(self._silent(answer), self.proposer.backlog(answer)) for answer in guessing)
         self.last.update(dict.fromkeys(guessing, self.steps))
         if guessing:
             guesses = self.proposer.propose(answers, limits)
@@ -157,7 +143,7 @@ class Speculator:
             if guess and not rest:
                 self._learn(answer, right=0, wrong=1)
         if self.step is not None:
-            self.account.asking -= self.price(n, sum(map(len, possible)), max(limits), missed)
+            self.accounts[self.batch] -= self.price(n, sum(map(len, possible)), max(limits), missed)
         return possible
 
     def observe(self, answer: Answer) -> None:
@@ -165,13 +151,13 @@ class Speculator:
         guessed, right = answer.num_guessed, answer.num_right
         self.drafted += guessed
         self.accepted += right
-        self.account.pay_in(right)
+        self._pay_in(right)
         # What comes after a wrong one was not tested.
         self._learn(answer, right, int(right < guessed and answer.finish_reason is None))
 
     def plan(self, answers: list[Answer], longest: list[int]) -> list[int]:
         """How many guesses each answer is given, of at most `longest`: those that together promise most for a second,
-        and one to the answer that has gone longest without, when there is something on the account to try it with."""
+        and one to the answer that has gone longest without, if its share of the tokens since then pays for a try."""
         n, limits = len(answers), [0] * len(answers)
         chances = [  # (chance that a guess is right together with all before it, its number among them, answer)
             (rate**depth, depth, i)
@@ -182,15 +168,20 @@ class Speculator:
         num_guesses = most_worth(n, chances, *self._prices(n)[:2], self.proposer.ROUNDS_TO_ASK)
         for _, _, i in chances[:num_guesses]:
             limits[i] += 1
-        idle = [(self.last.get(answer, 0), i) for i, answer in enumerate(answers) if limits[i] == 0 < longest[i]]
+        idle = [(-self._silent(answer), i) for i, answer in enumerate(answers) if limits[i] == 0 < longest[i]]
         if idle:
-            deepest, i = max(limits), min(idle)[1]
+            deepest, (silent, i) = max(limits), min(idle)
             price = self.price(n, num_guesses + 1, max(deepest, 1), self.proposer.backlog(answers[i]))
             price -= self.price(n, num_guesses, deepest)
-            if self.account.trying > price:
-                self.account.trying -= price
-                limits[i] = 1
+            limits[i] = int(-silent * SHARE > price)
         return limits
+
+    def _silent(self, answer: Answer) -> int:
+        """For how many steps an answer has gone without guesses."""
+        return self.steps - 1 - self.last.setdefault(answer, self.steps - 1)
+
+    def _pay_in(self, tokens: float) -> None:  # up to a limit, or a good past would pay for a long bad present
+        self.accounts[self.batch] = min(self.accounts[self.batch] + tokens, MOST_CREDIT)
 
     def price(self, n: int, guesses: int, longest: int, reading: int = 0) -> float:
         """What a step of n answers costs more for `guesses`, of which one answer has the `longest`; reading: tokens

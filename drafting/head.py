@@ -73,14 +73,13 @@ def save_head(path: str | Path, weights: dict[str, Tensor], target: Transformer,
 
 def read_head(path: str | Path) -> tuple[dict[str, Tensor], dict]:
     """The weights of a head and what its file says about it. Raises ValueError if it is no such file."""
-    if not Path(path).is_file():
-        raise ValueError(f"there is no draft head {str(path)!r}; train one: python speculative.py train --out F")
+    again = "train one: python speculative.py train --model M --out F"
     try:
         with safe_open(str(path), framework="pt") as file:
             entry = (file.metadata() or {}).get(KEY, "{}")
             weights = {name: file.get_tensor(name) for name in file.keys()}
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} cannot be read as safetensors ({error}): get or train it again") from None
+        raise ValueError(f"draft head {path} cannot be read ({error}): get it again, or {again}") from None
     try:
         about = dict(json.loads(entry))
     except (ValueError, TypeError, RecursionError):
@@ -88,7 +87,7 @@ def read_head(path: str | Path) -> tuple[dict[str, Tensor], dict]:
     if about.get("version") != VERSION:
         raise ValueError(f"{path} is no draft head of version {VERSION}: it has no such {KEY} entry in its header")
     if fault := next(faults(weights, about), None):
-        raise ValueError(f"{path} is damaged: {fault}; get or train it again")
+        raise ValueError(f"draft head {path} is damaged: {fault}; get it again, or {again}")
     return weights, about
 
 
@@ -116,12 +115,11 @@ def load_head(path: str | Path, target: Transformer) -> DraftHead:
     """The head in a file, for this target. Raises ValueError if it was trained for another."""
     weights, about = read_head(path)
     ours = {"hidden": target.config.hidden_size, "vocab": target.config.vocab_size, "fingerprint": fingerprint(target)}
-    for entry, what in (("hidden", "hidden size"), ("vocab", "vocabulary"), ("fingerprint", "fingerprint")):
-        if about[entry] != ours[entry]:
+    for name, value in ours.items():
+        if about[name] != value:
             raise ValueError(
-                f"draft head {path} was trained for {about['target']!r}, {what} {about[entry]}; this model has "
-                f"{ours[entry]}: train one for it (python speculative.py train --model M --out F), or use "
-                "speculate='ngram'"
+                f"draft head {path} was trained for {about['target']!r}, {name} {about[name]}; this model has {value}: "
+                "train one for it (python speculative.py train --model M --out F), or use speculate='ngram'"
             )
     return DraftHead(weights, target)
 

@@ -217,8 +217,8 @@ def test_a_file_brings_back_the_head(tmp_path):
 def test_a_head_of_another_model_is_refused_before_anything_runs(folder, tmp_path, monkeypatch):
     path = tmp_path / "h"
     strangers = {
-        "hidden size 96": {"hidden_size": 96},
-        "vocabulary 352": {"vocab_size": 352},
+        "hidden 96": {"hidden_size": 96},
+        "vocab 352": {"vocab_size": 352},
         "fingerprint": {"seed": 7},
     }
     for cause, change in strangers.items():
@@ -227,9 +227,9 @@ def test_a_head_of_another_model_is_refused_before_anything_runs(folder, tmp_pat
         with monkeypatch.context() as patch, pytest.raises(ValueError, match=f"'other', {cause}.*speculative.py train"):
             patch.setattr("model.Transformer.forward", lambda *args: pytest.fail("the model ran"))
             LLM(folder, **OPTIONS, compile=True, speculate=f"head:{path}")
-    with pytest.raises(ValueError, match="'smollm2', hidden size 576; this model has 64"):
+    with pytest.raises(ValueError, match="'smollm2', hidden 576; this model has 64"):
         LLM(folder, **OPTIONS, speculate="head")
-    with pytest.raises(ValueError, match="no draft head.*speculative.py train"):
+    with pytest.raises(ValueError, match="nothing cannot be read.*speculative.py train"):
         LLM(folder, **OPTIONS, speculate=f"head:{tmp_path}/nothing")
     assert len({fingerprint(LLM(str(tmp_path / cause), **OPTIONS).model) for cause in strangers}) == 3
     file = str(tiny.gguf_file(folder, tmp_path / "m.gguf", quant="Q8_0"))
@@ -252,7 +252,7 @@ def test_damaged_heads_are_refused_by_cause(tmp_path):
     for name in ("target", "fingerprint", "hidden", "vocab", "kept", "training"):
         for wrong in ({}, {name: None}, {name: True}, {name: 0}):
             entry = {key: value for key, value in about.items() if key != name} | wrong
-            refused(f"the '{name}' of its {KEY} entry is .*; get or train", entry=entry)
+            refused(f"the '{name}' of its {KEY} entry is .*; get it again, or train", entry=entry)
     for name, w, cause in (
         ("down", torch.ones(64, 15).half(), r"tensor 'from_state' is torch.float16 \[32, 64\], not .* \[30, 64\]"),
         ("down", torch.tensor(1.0).half(), "its tensor 'down'"),

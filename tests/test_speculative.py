@@ -354,12 +354,12 @@ def test_what_guesses_lose_is_bounded_whatever_they_are_worth(answers, draft, ri
     speculator = make(lambda rows: 10.0 + 3.0 * rows, draft, rounds=1)
     choices, spent, dearest = [SimpleAnswer() for _ in range(answers)], 0.0, 0.0
     for turn in range(2000):
-        before = speculator.account.asking
+        before = speculator.accounts[speculator.batch]
         lengths = observe(speculator, choices, right if turn % 7 == 0 else 0)
         price = speculator.price(answers, sum(lengths), max(lengths)) if speculator.strengths else 0.0
         assert before + SHARE * answers > 0 or turn == 0 or not speculator.strengths, "asked on an empty account"
         spent, dearest = spent + price, max(dearest, price)
-        assert speculator.account.asking > -dearest
+        assert speculator.accounts[speculator.batch] > -dearest
     assert spent <= CREDIT + dearest + SHARE * answers * 2000 + speculator.accepted
 
 
@@ -385,7 +385,7 @@ def test_what_does_not_pay_in_a_batch_silences_nobody_alone():
     speculator, answers = make(draft=lambda rows: 0.5, rounds=1), [SimpleAnswer() for _ in range(8)]
     for _ in range(500):
         observe(speculator, answers, 0)
-    assert speculator.account.asking < 1
+    assert speculator.accounts[speculator.batch] < 1
     observe(speculator, [SimpleAnswer()], 9)
     assert speculator.strengths, "one answer has an account of its own"
 
@@ -393,7 +393,7 @@ def test_what_does_not_pay_in_a_batch_silences_nobody_alone():
 def test_an_answer_that_wins_does_not_pay_for_tries_of_others():
     speculator, answers = make(), [SimpleAnswer(), SimpleAnswer([5, 6, 7, 5, 6, 7])]
     guessed = [observe(speculator, answers, 9, 0)[1] for _ in range(1000)]
-    assert speculator.account.asking > 1
+    assert speculator.accounts[speculator.batch] > 1
     assert 0 < sum(guessed[100:]) <= SHARE * 2 * 1000 / (speculator.price(2, 1, 1) - speculator.price(2, 0, 0)) * 2
 
 
@@ -410,7 +410,7 @@ def test_guesses_that_are_impossible_count_as_wrong_and_cost_no_row():
     speculator, answer = make(), SimpleAnswer()
     lengths = {len(speculator.propose([answer], [99], lambda answer, guess: [])[0]) for _ in range(100)}
     (record,) = speculator.records[answer].values()
-    assert lengths == {0} and record.rate < 0.1 and speculator.account.asking >= CREDIT
+    assert lengths == {0} and record.rate < 0.1 and speculator.accounts[speculator.batch] >= CREDIT
 
 
 def test_guesses_stop_where_rows_or_rounds_are_not_free():
@@ -439,12 +439,12 @@ def test_a_batch_in_which_even_right_guesses_cost_is_not_asked_at_all():
 def test_what_a_draft_missed_is_paid_for_and_a_prompt_read_once_is_not():
     speculator = make(lambda rows: 100.0 + rows, lambda rows: 1.0 + rows, backlog=50)
     answer, left = SimpleAnswer(), []
-    speculator.accounts[1] = speculator.account  # of one answer
+    speculator.batch = 1  # of one answer
     for silent in (0, 0, 20):
         speculator.steps += silent
-        speculator.account.asking = MOST_CREDIT
+        speculator.accounts[speculator.batch] = MOST_CREDIT
         (guess,) = speculator.propose([answer], [99])
-        left.append(MOST_CREDIT - speculator.account.asking - speculator.price(1, len(guess), len(guess)))
+        left.append(MOST_CREDIT - speculator.accounts[speculator.batch] - speculator.price(1, len(guess), len(guess)))
     assert left == pytest.approx([0, 0, MARGIN * 20 / 101])
 
 
