@@ -379,6 +379,8 @@ def test_answers_that_are_not_thought_to_pay_are_tried_in_turn():
     tried = [observe(speculator, answers, 0) for _ in range(3000)][500:]
     order = [lengths.index(1) for lengths in tried if sum(lengths) == 1]
     assert len(order) > 50 and order[:9] in ([0, 1, 2] * 3, [1, 2, 0] * 3, [2, 0, 1] * 3)
+    new = SimpleAnswer()
+    assert not any(observe(speculator, [new], 0)[0] for _ in range(9)), "a new one has to earn it first"
 
 
 def test_what_does_not_pay_in_a_batch_silences_nobody_alone():
@@ -424,6 +426,18 @@ def test_guesses_stop_where_rows_or_rounds_are_not_free():
     assert make(draft=lambda rows: 2.0).break_even() == pytest.approx(MARGIN * 3 / 11, rel=1e-3)
     cheap, dear = make(draft=lambda rows: 0.1), make(draft=lambda rows: 30.0)
     assert observe(cheap, answers[:1], 9)[0] > 0 == observe(dear, answers[:1], 9)[0]
+    asking = make(lambda rows: 10.0, lambda rows: 6.0, rounds=1)
+    asking.overall[3] = Record(60.0, 40.0)
+    assert observe(asking, answers[:1], 9) == [1], "the first round was made by asking"
+
+
+def test_what_follows_the_end_of_an_answer_was_not_wrong():
+    speculator, answer = make(), SimpleAnswer()
+    (guess,) = speculator.propose([answer], [99])
+    answer.num_guessed, answer.num_right, answer.finish_reason = len(guess), 1, "stop"
+    before = speculator.overall[3].rate
+    speculator.observe(answer)
+    assert len(guess) > 1 and speculator.overall[3].rate > before
 
 
 def test_a_batch_in_which_even_right_guesses_cost_is_not_asked_at_all():
