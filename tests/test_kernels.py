@@ -65,23 +65,16 @@ def test_a_row_of_a_linear_is_the_same_bits_in_any_company(gate, norm, bits, n, 
     kernels.set_threads(2)
 
 
-def test_int8_weights_of_minus_128_against_extreme_activations():
+def test_extreme_codes_against_extreme_activations():
+    """Codes of -128 and 15 beside activations of one sign: no sum of products leaves its integers."""
     codes = torch.full((16, 32), -128, dtype=torch.int8)
     codes[1::2, ::2] = 127
-    packed = kernels.pack_int8(codes, torch.ones(16, 1), 0)
-    x = torch.ones(1, 32)
-    x[0, 1::2] = -1.0
-    torch.testing.assert_close(ops.int8_linear(x, packed, 16, 0), x @ codes.float().T)
-    torch.testing.assert_close(ops.int8_linear(-x, packed, 16, 0), -x @ codes.float().T)
-    torch.testing.assert_close(ops.int8_linear(x.abs(), packed, 16, 0), x.abs() @ codes.float().T)
-
-
-def test_int4_codes_of_15_against_extreme_activations():
-    packed = kernels.pack_int4(
-        torch.full((16, 16), 255, dtype=torch.uint8), torch.ones(16, 1).half(), torch.zeros(16, 1).half(), 32
-    )
-    assert ops.int4_linear(torch.ones(1, 32), packed, 16, 32)[0, 0].item() == pytest.approx(480)
-    assert ops.int4_linear(-torch.ones(1, 32), packed, 16, 32)[0, 0].item() == pytest.approx(-480)
+    packed, x = kernels.pack_int8(codes, torch.ones(16, 1), 0), torch.ones(1, 32)
+    nibbles = torch.full((16, 16), 255, dtype=torch.uint8)
+    packed4 = kernels.pack_int4(nibbles, torch.ones(16, 1).half(), torch.zeros(16, 1).half(), 32)
+    for signs in (x, -x, x * (1 - 2 * (torch.arange(32) % 2))):
+        torch.testing.assert_close(ops.int8_linear(signs, packed, 16, 0), signs @ codes.float().T)
+        torch.testing.assert_close(ops.int4_linear(signs, packed4, 16, 32), (15 * signs.sum()).expand(1, 16))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -146,18 +139,12 @@ def test_every_op_passes_opcheck():
     utils = ("test_schema", "test_faketensor")
     check(ops.rms_norm.default, (hidden, weights["norm"], 1e-5), test_utils=utils)
     check(ops.silu_mul.default, (hidden,), test_utils=utils)
-    check(
-        ops.int4_linear.default,
-        (hidden, weights["qkv"], 64, 32, None, weights["norm"], 1e-5, None, True),
-        test_utils=utils,
-    )
+    fused = (hidden, weights["qkv"], 64, 32, None, weights["norm"], 1e-5, None, True)
+    check(ops.int4_linear.default, fused, test_utils=utils)
     check(ops.int8_linear.default, (hidden, random_weight(8, 7, 48, 0, generator(0)), 7, 0), test_utils=utils)
     check(ops.int4_embedding.default, (torch.tensor([[1, 2]]), weights["qkv"], 48, 32), test_utils=utils)
-    check(
-        ops.int8_embedding.default,
-        (torch.tensor([1]), random_weight(8, 7, 48, 32, generator(0)), 48, 32),
-        test_utils=utils,
-    )
+    table = random_weight(8, 7, 48, 32, generator(0))
+    check(ops.int8_embedding.default, (torch.tensor([1]), table, 48, 32), test_utils=utils)
     qkv = torch.randn(3, 64)
     rope = (qkv, *(state[n] for n in ("positions", "cos_sin", "k", "v", "slots")), 2)
     check(ops.rope_write_kv.default, rope, test_utils=utils)
