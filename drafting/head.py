@@ -225,7 +225,7 @@ class HeadProposer:
             token.copy_(torch.tensor(tokens))
             state.copy_(states[rows])
         replay()
-        values, best = argmax(logits)
+        values, best = argmax(logits, range(len(logits)))
         if self.by_numpy:
             totals = np.exp(logits.numpy() - np.array(values, np.float32)[:, None]).sum(1).tolist()
         else:

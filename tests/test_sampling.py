@@ -398,7 +398,7 @@ def test_argmax_is_torchs_and_takes_the_lowest_id(vocab):
     rows = normal(5, vocab).round()  # rounding makes ties
     rows[4] = -1.0
     rows[3, vocab // 2] = float("nan")
-    best, ids = sampling.argmax(rows)
+    best, ids = sampling.argmax(rows, range(5))
     assert ids[:3] == rows[:3].argmax(-1).tolist() and best[:3] == rows[:3].amax(-1).tolist()
     assert ids[4] == 0 and best[4] == -1.0 and math.isnan(best[3])
     some = [4, 0, 0, 2]
