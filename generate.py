@@ -95,9 +95,7 @@ class EngineConfig:
     jump_forward: bool = option(True, "append what a structured answer can only go on with, instead of drawing it")
     overlap: bool = option(False, "plan the next step while the model runs this one")
     kernels: str = option("native", "native or reference, for the process", one_of=["native", "reference"])
-    threads: int | None = option(
-        None, "threads of the kernels, for the process; all the machine allows if not given"
-    )
+    threads: int | None = option(None, "threads of the kernels, for the process; all the machine allows if not given")
     seed: int = option(0, "draws the seeds of requests that bring none")
     trace: bool = option(False, "print each step's plan to stderr")
     quiet: bool = option(True, "print nothing about loading", flag=False)

@@ -33,7 +33,7 @@ from typing import TextIO
 
 from benchmarks import guessing, mapping, scheduling, speed
 from benchmarks.lab import FULL, QUICK, Lab, median
-from formats.command_line import refuse_unused
+from formats.command_line import refuse_unused, warn
 from generate import engine_arguments
 from native.machine import usable_threads
 
@@ -270,7 +270,7 @@ def begin(args: argparse.Namespace, settings: dict) -> dict:
     if why and not args.fresh:
         raise ValueError(f"{file} cannot be continued, {why}. Use another --out, or --fresh to replace it")
     if why:
-        print(f"{file}: replaced, {why}", file=sys.stderr)
+        warn(f"{file}: replaced, {why}")
         return fresh
     again = set(args.only) if args.fresh else set()
     return fresh | {"claims": {name: row for name, row in rows.items() if name not in again}}
@@ -305,7 +305,7 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         interrupted = True
         where = f"in {args.out}; the same command goes on from there" if args.out else "below; --out would keep them"
-        print(f"\ninterrupted: {len(result['claims'])} finished rows are {where}", file=sys.stderr)
+        warn(f"\ninterrupted: {len(result['claims'])} finished rows are {where}")
     save()
     if args.readme and not interrupted and not result["failed"]:
         text = with_summary(args.readme.read_text(encoding="utf-8"), result)

@@ -22,7 +22,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import sys
 import time
 from collections.abc import Callable
 
@@ -30,6 +29,7 @@ from benchmarks.lab import Lab, Run, middle, ratio, run_all, run_decode, tokens_
 from benchmarks.quality import TEXT
 from benchmarks.scheduling import Result
 from drafting.budget import Speculator
+from formats.command_line import warn
 from generate import LLM
 from sampling import SamplingParams
 from structured import TokenTrie
@@ -76,7 +76,7 @@ def speculation(lab: Lab) -> Result:
         try:
             engines[name] = lab.open(speculate=name)
         except ValueError as error:  # not every proposer is to be had for every model
-            print(f"speculation without {name}: {error}", file=sys.stderr)
+            warn(f"speculation without {name}: {error}")
             left_out.append(name)
     speculators = {name: llm.engine.speculator for name, llm in engines.items()}
     runs = itertools.count()

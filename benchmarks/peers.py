@@ -36,7 +36,7 @@ from pathlib import Path
 if __name__ == "__main__":  # run as a script, perhaps by another program's Python: import from the root
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from formats.command_line import as_command  # noqa: E402
+from formats.command_line import as_command, warn  # noqa: E402
 
 
 def random_prompt(vocab_size: int, length: int, seed: int) -> list[int]:
@@ -263,7 +263,7 @@ def in_turn(ours: list[str], peers: dict[str, list[str]], sizes: list[str], batc
     for i in range(rounds):
         taken.append({})
         for name, command in {"vitrine": ours, **peers}.items():
-            print(f"round {i + 1}/{rounds}: {name} ...", file=sys.stderr, flush=True)
+            warn(f"round {i + 1}/{rounds}: {name} ...")
             taken[-1][name] = medians_of(name, [*command, *sizes], batches)
     rows = {}
     for row in taken[0]["vitrine"]:

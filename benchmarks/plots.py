@@ -29,7 +29,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from benchmarks.plot_data import GATHER, PARTS, Bench, Sizes
-from formats.command_line import as_command, given, refuse_unused
+from formats.command_line import as_command, given, refuse_unused, warn
 from native.machine import usable_threads
 
 BLUE, RED, GREEN, GREY = "#1a80bb", "#d05a00", "#008f68", "#797c83"
@@ -400,13 +400,13 @@ def gather(names: list[str], bench: Bench, file: Path) -> None:
     """Put the data of these pictures into `file`, each as soon as it is there: whoever interrupts keeps the rest."""
     for name in dict.fromkeys(PICTURES[name].data for name in names):
         began = time.perf_counter()
-        print(f"{name} ...", end=" ", file=sys.stderr, flush=True)
+        warn(f"{name} ...", end=" ")
         data = read(file) | {name: GATHER[name](bench)}
         lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in data.items())  # for `git diff`
         part = file.with_name(file.name + ".part")
         part.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
         part.replace(file)  # as a whole, or not at all
-        print(f"{time.perf_counter() - began:.0f} s", file=sys.stderr)
+        warn(f"{time.perf_counter() - began:.0f} s")
 
 
 def read(file: Path) -> dict:

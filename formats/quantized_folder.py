@@ -37,7 +37,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from checkpoint import Checkpoint, ModelConfig, open_checkpoint
-from formats.command_line import as_command
+from formats.command_line import as_command, warn
 from formats.families import from_hf
 from formats.folder_files import QUANT_KEY
 from formats.layers import load_rows, scheme_for
@@ -276,7 +276,7 @@ def draw_bar(done: int, total: int) -> None:
     if sys.stderr.isatty():
         bar = "#" * (30 * done // total)
         end = "\n" if done == total else ""
-        print(f"\rquantising [{bar:<30}] {done / 1e6:.0f}/{total / 1e6:.0f} MB", end=end, file=sys.stderr, flush=True)
+        warn(f"\rquantising [{bar:<30}] {done / 1e6:.0f}/{total / 1e6:.0f} MB", end=end)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,18 @@
 """The command line: what it prints where, how it ends, which flags were given, and that it takes what LLM takes."""
 
 import argparse
+import contextlib
 import dataclasses
 import io
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -160,6 +165,57 @@ def test_best_of_shows_the_best_and_not_the_first(folder, capsys):
         assert json.loads(capsys.readouterr().out)["token_ids"] == best["token_ids"]
         assert call(folder, *drawn, "--seed", seed, "--best-of", "4") == 0
         assert capsys.readouterr().out == f"the cat{best['text']}\n"
+
+
+CLOSED, LEFT, FULL = "2>&-", "2> >(true)", "2>/dev/full"
+
+
+@pytest.mark.parametrize(
+    "stderr, flags",
+    [(CLOSED, "--json"), (CLOSED, "--chat"), (LEFT, "--trace --prompts-file prompts"), (FULL, "--quant int5")],
+)
+def test_a_missing_or_closed_stderr_ends_nothing(folder, tmp_path, stderr, flags):
+    (tmp_path / "prompts").write_text("the cat\n")
+    command = f"{sys.executable} {ROOT}/generate.py --model {folder} {' '.join(FAST)} --max-tokens 3 {flags} {stderr}"
+    pipe, bash = subprocess.PIPE, shutil.which("bash")
+    done = subprocess.run(command, shell=True, executable=bash, cwd=tmp_path, stdout=pipe, input=b"the cat\n")
+    assert done.returncode == (2 if "int5" in flags else 0) and bool(done.stdout) == ("int5" not in flags)
+    assert "--json" not in flags or len(json.loads(done.stdout)["token_ids"]) <= 3
+
+
+@pytest.mark.parametrize("stderr", [CLOSED, LEFT])
+def test_a_server_without_stderr_serves(folder, stderr):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = f"exec {sys.executable} {ROOT}/serve.py --model {folder} {' '.join(FAST)} --port {port} {stderr}"
+    server = subprocess.Popen(words, shell=True, executable=shutil.which("bash"))
+    try:
+        for _ in range(300):
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health") as answer:
+                assert answer.status == 200
+                break
+            assert server.poll() is None, "it ended at start"
+            time.sleep(0.1)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0
+    finally:
+        server.kill()
+
+
+def test_what_stdout_cannot_encode_is_written_in_escapes(folder, tmp_path):
+    (tmp_path / "prompts").write_text("the café\n", encoding="utf-8")
+    for flags in (["--prompt", "the café"], ["--prompts-file", str(tmp_path / "prompts")]):
+        for more in ([], ["--json"]):
+            command = [sys.executable, str(ROOT / "generate.py"), "--model", folder, *FAST, "--max-tokens", "3"]
+            environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+            done = subprocess.run([*command, *flags, *more], capture_output=True, text=True, env=environment)
+            assert done.returncode == 0, done.stderr
+            if more:
+                result = json.loads(done.stdout)  # escapes as JSON knows them
+                assert len(flags[1]) < 10 or result["answers"][0]["prompt"] == "the café"
+            else:
+                assert done.stdout.startswith("the caf\\xe9")
 
 
 def test_a_reader_that_leaves_gets_no_traceback(folder):
