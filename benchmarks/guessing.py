@@ -25,9 +25,8 @@ import random
 import time
 from collections.abc import Callable
 
-from benchmarks.lab import Lab, Run, middle, ratio, run_all, run_decode, tokens_of
+from benchmarks.lab import Lab, Result, Run, middle, ratio, run_all, run_decode, tokens_of
 from benchmarks.quality import TEXT
-from benchmarks.scheduling import Result
 from drafting.budget import Speculator
 from formats.command_line import warn
 from generate import LLM
@@ -72,7 +71,6 @@ def speculation(lab: Lab) -> Result:
     left_out = []
     for pattern in PROPOSERS:
         name = pattern.format(third=max(1, lab.llm.config.num_layers // 3))
-        lab.tick(f"loading {name}")
         try:
             engines[name] = lab.open(speculate=name)
         except ValueError as error:  # not every proposer is to be had for every model

@@ -1,18 +1,13 @@
 """Two sides of one switch: run them in turn, and gather what was counted and what the clock said.
 
-Problem. A clock on a shared machine drifts by a tenth within a minute, so a side measured later than the other is
-compared with another machine. And a clock does not say why one side is faster.
-
-Idea. The scheduler knows most of the switches and holds no tensors. So the model is loaded once, and each run puts a
-fresh scheduler into the same engine, over the same KV memory:
+A clock on a shared machine drifts by a tenth within a minute, and does not say why one side is faster. So the sides
+take turns, ratios are taken within a round, and counted work, equal in all rounds, stands beside the clock. Most
+switches belong to the scheduler, which holds no tensors: each run puts a fresh one into the same engine:
 
     model, KV memory ── engine ── scheduler(batching="static")       round 1: A   round 2: A
                              `─── scheduler(batching="continuous")   round 1:   B round 2:   B
 
-Where the switch belongs to the model (its bits, its kernels), every side has an engine of its own. Counted work must be
-equal in all rounds; clock readings are kept one by one, and ratios are taken within a round.
-
-Source: paired measurement, common in benchmarking. Left out: which switches (scheduling.py, speed.py, guessing.py).
+Where the switch belongs to the model (its bits, its kernels), every side has an engine of its own.
 """
 
 from __future__ import annotations
@@ -90,6 +85,9 @@ class Run:
     answers: list[list[int]] = field(default_factory=list)
 
 
+Result = tuple[dict[str, dict], str, str]  # sides, a sentence with what was measured, the most it could give here
+
+
 class Watched:
     """Mixed into a scheduler class, records the tokens of each step and the seconds spent on planning."""
 
@@ -136,13 +134,10 @@ class ObservedRunner:
 
 
 class Lab:
-    """What the experiments share: an engine (loaded when first needed), the sizes, the workload's seed.
+    """What the experiments share: an engine (loaded when first needed), the sizes, the workload's seed."""
 
-    flags: arguments of LLM. tick(label) is called with the side that runs.
-    """
-
-    def __init__(self, flags: dict, sizes: Sizes = FULL, tick: Callable[[str], None] = lambda label: None):
-        self.flags, self.sizes, self.tick = flags, sizes, tick
+    def __init__(self, flags: dict, sizes: Sizes = FULL):  # flags: arguments of LLM
+        self.flags, self.sizes = flags, sizes
         self.seed, self.block_size = flags.get("seed", 0), flags.get("block_size", 16)
         self._process: dict[LLM, tuple[str, int]] = {}  # kernels and torch's threads that each engine needs
 
@@ -201,9 +196,8 @@ class Lab:
         """Run side(argument) for each {name: argument} in turn, as many rounds as asked for, and gather the runs."""
         sides = sides if isinstance(sides, dict) else dict(zip(sides, sides, strict=True))
         runs: dict[str, list[Run]] = {name: [] for name in sides}
-        for i in range(self.sizes.rounds):
+        for _ in range(self.sizes.rounds):
             for name, argument in sides.items():
-                self.tick(f"round {i + 1}, {name}")
                 runs[name].append(side(argument))
         return {name: gathered(name, rounds) for name, rounds in runs.items()}
 

@@ -1,11 +1,5 @@
 """What scheduling, paging and sharing buy: the same engine twice, with one argument of the scheduler flipped.
 
-Problem. A paper's "up to 6x" was measured on another machine, model and workload. It does not say whether the idea
-works here.
-
-Idea. One workload through two schedulers that differ in one argument, over one model (lab.py). Counted work is the
-proof, the clock says what it is worth here:
-
     kv-memory           slabs for the longest answer | pages          share of the memory held that has a token in it
     batching            static | continuous                           steps for the same tokens
     selective-batching  padded to a rectangle | one flat run          rows computed
@@ -28,6 +22,7 @@ from collections.abc import Callable
 from benchmarks import simulate
 from benchmarks.lab import (
     Lab,
+    Result,
     Run,
     Sizes,
     answer_of,
@@ -43,8 +38,6 @@ from benchmarks.lab import (
     tokens_of,
 )
 from scheduler import Sequence
-
-Result = tuple[dict[str, dict], str, str]  # sides, a sentence with what was measured, the most it could give here
 
 
 def kv_memory(lab: Lab) -> Result:

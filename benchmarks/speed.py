@@ -1,40 +1,40 @@
 """What fewer bytes, fused kernels, compiled steps and overlap buy: engines that differ in how a step is computed.
 
-Problem. A step of a model is bytes read, operations done and calls made, and each of these mechanisms saves one of the
-three. A figure in tokens per second does not say which, nor whether there was anything to save.
+A step of a model is bytes read, operations done and calls made, and each of these mechanisms saves one of the three.
+So the one flag is flipped, what it saves is counted, and the clock stands beside it (lab.py):
 
-Idea. Flip the one flag, count what it saves, and put the clock beside it (lab.py):
-
-    phases         a prompt | 1, 8, 32 sequences decoding       operations done with each byte of weights read
     quantisation   float32 | bfloat16 | int8 | int4             bytes of weights a step reads, and perplexity
     gguf           the formats of blocks in a file              bits a weight, scales included
     compile        calls | one tape, or one compiled layer      calls that Python makes in a step
     kernels        torch operations | C++ kernels               operations, and memory they write results to
     overlap        plan, then run | plan while running          steps planned while the one before ran
+    mmap           the file read whole | mapped                 memory at the peak of a start
 
-Where the switch belongs to the model, every side has an engine of its own, all loaded before the first is measured.
 Sources: beside each claim in papers.json. Left out: other forms of quantisation (`bench.py perplexity`).
 """
 
 from __future__ import annotations
 
 import math
+import multiprocessing
+import resource
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 
+import numpy as np
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
 from benchmarks import quality as bench_quality
-from benchmarks.lab import Lab, ObservedRunner, Run, decode, megabytes, middle, prefill_rate, ratio, tokens_of
-from benchmarks.roofline import decode_floor, matrix_rate, prefill_floor
-from benchmarks.scheduling import Result
+from benchmarks.lab import Lab, ObservedRunner, Result, Run, decode, megabytes, middle, prefill_rate, ratio, tokens_of
+from benchmarks.roofline import decode_floor
 from checkpoint import open_checkpoint
 from formats import gguf
 from generate import LLM
+from model import Transformer
 from overlap import OverlapEngine
 from request import Delta
 
@@ -44,39 +44,6 @@ BITS = {  # the sides of `quantisation`
     "int8": {"quant": "int8"},
     "int4": {"quant": "int4"},
 }
-
-
-def multiplied(model: nn.Module) -> int:
-    """Weights that take part in a product for every row: all layers, without the table or head."""
-    layers = [part for layer in model.layers for part in layer.modules() if hasattr(part, "in_features")]
-    return sum(part.in_features * part.out_features for part in layers)
-
-
-def phases(lab: Lab) -> Result:
-    """A prompt, and sequences that decode together: rows of the same products, of which one pass reads all weights."""
-    llm, prompt = lab.llm, lab.sizes.unshared
-    weights, read = multiplied(llm.model), llm.model.step_bytes
-
-    def side(rows: int) -> Run:
-        lab.scheduler(max_num_batched_tokens=llm.max_model_len)
-        rate = prefill_rate(llm, prompt, lab.seed) if rows == prompt else decode(llm, rows, lab.sizes.decoded)[0]
-        counted = {"tokens a step": rows, "MB a step": megabytes(read)}
-        counted["operations a byte"] = round(2 * weights * rows / read, 1)
-        return Run(counted, {"tok/s": rate, "GB/s": rate / rows * read / 1e9, "Gop/s": 2 * weights * rate / 1e9})
-
-    sides = lab.alternate(side, {"prompt": prompt} | {f"{n} decoding": n for n in lab.sizes.batches})
-    quantised = lab.flags.get("quant") is not None and lab.flags.get("activations", "int8") == "int8"
-    rate = matrix_rate(torch.int8 if quantised else llm.model.dtype, llm.device)
-    ceiling = prompt / prefill_floor(rate, weights, prompt)
-    one = decode_floor(lab.bandwidth, read, 0)
-    x, y = (middle(sides[name], "tok/s") for name in ("prompt", f"{min(lab.sizes.batches)} decoding"))
-    return (
-        sides,
-        f"a prompt {x:,.0f} tok/s, {x / ceiling:.0%} of what the arithmetic allows and {x / one / prompt:.0%} of what "
-        f"the bandwidth does; one sequence {y:,.0f} tok/s, {y / ceiling:.0%} and {y / one:.0%}",
-        f"{rate / 1e9:,.0f} Gop/s in one large product: {ceiling:,.0f} tok/s of prompt; "
-        f"{lab.bandwidth / 1e9:.0f} GB/s: {one:,.0f} tok/s of one sequence",
-    )
 
 
 def quantisation(lab: Lab) -> Result:
@@ -114,18 +81,59 @@ def file_formats(lab: Lab) -> Result:
     kinds = "Q8_0 Q6_K Q5_K Q4_K Q3_K Q2_K Q4_0 Q4_1 Q5_0 Q5_1".split()
     bits = {kind: 8 * gguf.KINDS[kind].bytes / gguf.KINDS[kind].weights for kind in kinds}
     runs = {kind: Run({"bits a weight": bits[kind], "codes": int(kind[1])}) for kind in kinds}
-    file = open_checkpoint(str(lab.flags.get("model", "smollm2"))).gguf
+    file, average = open_checkpoint(str(lab.flags.get("model", "smollm2"))).gguf, ""
     if file is not None:
         weights = [info for info in file.tensors.values() if len(info.shape) > 1]
         mean = 8 * sum(info.nbytes for info in weights) / sum(math.prod(info.shape) for info in weights)
         runs["this file"] = Run({"bits a weight": round(mean, 3)})
-    sides = lab.alternate(runs.get, list(runs))
-    shown = [f"{bits[kind]:.4g}" for kind in kinds[:6]]
+        average = f"; the file at hand has {mean:.2f} on average"
+    shown = " / ".join(f"{bits[kind]:.4g}" for kind in kinds[:6])
+    measured = f"blocks of {shown} bits for {', '.join(kinds[:6])}{average}"
+    return lab.alternate(runs.get, list(runs)), measured, "codes without their scales: 8 / 6 / 5 / 4 / 3 / 2 bits"
+
+
+def start_of(model: str, quant: str | None, read: bool) -> dict[str, float]:
+    """In a process of its own: seconds to open a checkpoint and to a model, and bytes that its start took at the peak.
+
+    read: the file is first copied into private memory, as an engine does that does not map it.
+    """
+    torch.set_num_threads(1)
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    ckpt = open_checkpoint(model)
+    if read and ckpt.gguf is not None:
+        data, table = torch.from_numpy(np.fromfile(ckpt.path, np.uint8)), ckpt.gguf.tensors
+        ckpt.gguf.raw = lambda name: data[table[name].offset : table[name].offset + table[name].nbytes]
+    elif read:
+        ckpt.tensor = {name: ckpt.tensor(name).clone() for name in ckpt.names()}.__getitem__
+    opened = time.perf_counter() - began
+    transformer = Transformer(ckpt, quant, torch.float32, max_model_len=512)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before  # kB
+    return {
+        "open s": opened,
+        "ready s": time.perf_counter() - began,
+        "peak": peak * 1024,
+        "model": transformer.weight_bytes,
+    }
+
+
+def mapped_weights(lab: Lab) -> Result:
+    """The same model started from a file that is mapped, and from one that is read whole."""
+    model, quant, sizes = str(lab.flags.get("model", "smollm2")), lab.flags.get("quant"), {}
+
+    def side(read: bool) -> Run:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            figures = pool.submit(start_of, model, quant, read).result()
+        sizes["model"] = figures["model"]
+        clock = {key: figures[key] for key in ("open s", "ready s")}
+        return Run({"copies of the file": int(read)}, clock | {"MB at the peak": megabytes(figures["peak"])})
+
+    sides = lab.alternate(side, {"whole": True, "mapped": False})
+    a, b = sides["whole"], sides["mapped"]
     return (
         sides,
-        f"blocks of {' / '.join(shown)} bits for {', '.join(kinds[:6])}"
-        + (f"; the file at hand has {mean:.2f} on average" if file else ""),
-        "codes without their scales: 8 / 6 / 5 / 4 / 3 / 2 bits",
+        f"the file is open {ratio(a, b, 'open s')} and the model ready {ratio(a, b, 'ready s')} faster; "
+        f"{middle(a, 'MB at the peak'):.0f} -> {middle(b, 'MB at the peak'):.0f} MB at the peak",
+        f"no copy: a peak of {sizes['model'] / 1e6:.0f} MB, the model itself",
     )
 
 
@@ -163,7 +171,6 @@ def compiled(lab: Lab) -> Result:
     engines, calls = {}, {}
     for kind, flags in kinds.items():
         for name, on in ((f"{kind}, calls", False), (f"{kind}, compiled", True)):
-            lab.tick(f"loading {name}")
             engines[name] = lab.open(compile=on, **flags)
     for name, llm in engines.items():
         calls[name] = PythonCalls()
@@ -301,10 +308,10 @@ def overlap(lab: Lab) -> Result:
 
 
 EXPERIMENTS = {
-    "phases": phases,
     "quantisation": quantisation,
     "gguf": file_formats,
     "compile": compiled,
     "kernels": fused_kernels,
     "overlap": overlap,
+    "mmap": mapped_weights,
 }

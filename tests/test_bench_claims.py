@@ -1,6 +1,5 @@
 """Each mechanism's effect has the right sign in counted work, on a tiny random model; no test here reads a clock."""
 
-import io
 import json
 import re
 from dataclasses import replace
@@ -12,13 +11,13 @@ import tiny
 
 import bench
 import generate
+import kernels
 from benchmarks import claims as bench_claims
 from benchmarks import guessing as bench_guessing
-from benchmarks import mapping as bench_mapping
 from benchmarks import scheduling as bench_scheduling
-from benchmarks.claims import CLAIMS, Claim, as_markdown, as_text, columns, measure, summary, with_summary
+from benchmarks import speed as bench_speed
+from benchmarks.claims import CLAIMS, Claim, as_markdown, columns, measure
 from benchmarks.lab import Lab, Run, Sizes, answer_of, gathered, lognormal_lengths, run_all
-from checkpoint import open_checkpoint
 from compiled import CompiledRunner
 from drafting.budget import StepCost
 
@@ -127,12 +126,6 @@ def test_longest_prefix_first_hits_more_and_computes_less(rows):
     assert lpm["tokens computed"] < fcfs["tokens computed"] and lpm["evicted blocks"] < fcfs["evicted blocks"]
 
 
-def test_a_prompt_does_more_with_each_byte_than_a_step(rows):
-    prompt, one, three = counted(rows, "phases").values()
-    assert prompt["MB a step"] == one["MB a step"]
-    assert one["operations a byte"] < three["operations a byte"] < prompt["operations a byte"]
-
-
 def test_fewer_bits_are_fewer_bytes_and_hardly_any_surprise(rows):
     sides = counted(rows, "quantisation")
     read = [side["MB a step"] for side in sides.values()]
@@ -209,33 +202,21 @@ def test_validity_of_a_record(text, valid):
     assert bench_guessing.is_person(text) is valid
 
 
-def test_only_reading_whole_copies_the_file(rows):
-    whole, mapped = counted(rows, "mmap").values()
-    assert mapped["MB copied"] == 0 < whole["MB copied"]
-
-
-@pytest.mark.parametrize("container", ["folder", "gguf"])
-def test_tensors_read_whole_are_the_file_s_in_other_memory(container, folder, tmp_path):
-    path = folder if container == "folder" else tiny.gguf_file(folder, tmp_path / "m.gguf", "Q8_0")
-    mapped, whole = open_checkpoint(path), open_checkpoint(path)
-    bench_mapping.read_whole(whole)
-    kept = [bench_mapping.look_at_all(ckpt) for ckpt in (mapped, whole)]
-    assert all(a.equal(b) and a.data_ptr() != b.data_ptr() for a, b in zip(*kept, strict=True))
-    assert all(mapped.tensor(name).equal(whole.tensor(name)) for name in mapped.names())
-    if container == "gguf":  # one buffer of their own
-        assert len({tensor.untyped_storage().data_ptr() for tensor in kept[1]}) == 1
-    else:  # read once, not mapped anew each time
-        assert all(whole.tensor(name) is whole.tensor(name) for name in whole.names())
-
-
 def test_every_side_ran_every_round_and_every_row_has_all_its_fields(rows):
     for name, row in rows.items():
-        rounds = 1 if name == "mmap" else SMALL.rounds  # its children take seconds to start
+        rounds = 1 if name == "mmap" else SMALL.rounds  # its processes take seconds to start
         for key in ("mechanism", "claim", "source", "setting", "measured", "floor", "why", "answers"):
             assert row[key] and isinstance(row[key], str), (row["mechanism"], key)
         assert re.search(r"\d", row["floor"]), f"a floor is a figure: {row['floor']}"
         for side in row["sides"].values():
             assert side["counted"] and all(len(values) == rounds for values in side["clock"].values())
+
+
+@pytest.mark.parametrize("container", ["folder", "gguf"])
+def test_a_start_from_a_file_read_whole_makes_the_same_model(container, folder, tmp_path):
+    path = folder if container == "folder" else str(tiny.gguf_file(folder, tmp_path / "m.gguf", "Q8_0"))
+    mapped, whole = (bench_speed.start_of(path, "int8", read) for read in (False, True))
+    assert mapped["model"] == whole["model"] > 0 and min(mapped["ready s"], whole["ready s"]) > 0
 
 
 def test_sides_are_run_in_turn():
@@ -256,10 +237,6 @@ def test_rounds_that_did_different_work_are_no_measurement():
         gathered("x", [Run({}, answers=[[1]]), Run({}, answers=[[2]])])
 
 
-def claim_of(experiment, **fields) -> Claim:
-    return Claim(experiment, "m", "c", "s", "on t", "w", seconds=1, **fields)
-
-
 def two_sides(lab):
     return lab.alternate(lambda i: Run({"n": 1}, answers=[[i]]), {"a": 1, "b": 2}), "measured", "1x"
 
@@ -268,16 +245,19 @@ def broken(lab):
     raise OSError("no such thing")
 
 
-def test_a_side_that_answers_otherwise_is_reported(monkeypatch, lab):
-    monkeypatch.setitem(CLAIMS, "odd", claim_of(two_sides))
+@pytest.fixture
+def claim(monkeypatch):
+    """Put an experiment in the place of a row."""
+    return lambda name, run: monkeypatch.setitem(CLAIMS, name, Claim(run, "m", "c", "s", "on t", "w"))
+
+
+def test_a_side_that_answers_otherwise_is_reported(claim, lab):
+    claim("odd", two_sides)
     row = measure(lab, "odd")
-    assert row["same_answers"] is False
-    assert "NOT the same" in as_text({"claims": {"odd": row}, "failed": {}})
+    assert row["same_answers"] is False and row["answers"].startswith("NOT the same")
 
 
 def test_engines_of_a_row_are_let_go_and_the_process_is_turned_back(lab):
-    import kernels
-
     own = lab.llm, kernels.backend()
     lab.open(kernels="reference")
     assert kernels.backend() == "reference" and len(lab._process) == 2
@@ -287,14 +267,10 @@ def test_engines_of_a_row_are_let_go_and_the_process_is_turned_back(lab):
 
 def test_a_failed_request_is_an_error_not_a_fast_answer(lab, monkeypatch):
     scheduler = lab.scheduler()
-
-    def broken(batch):
-        raise RuntimeError("no such kernel")
-
     with monkeypatch.context() as patch:
         patch.setattr(lab.llm.runner, "run", broken)
         request = lab.llm.add([1, 2, 3], answer_of(2))
-        with pytest.raises(ValueError, match="no such kernel"):
+        with pytest.raises(ValueError, match="no such thing"):
             run_all(lab.llm, [request])
     assert scheduler.stats()["live"] == 0
 
@@ -305,28 +281,13 @@ def test_a_pool_too_small_for_the_experiment_is_named(lab):
 
 
 @pytest.mark.parametrize(
-    "flags", [["--policy", "fcfs"], ["--no-chunked"], ["--max-num-seqs", "4"], ["--speculate", "ngram"], ["--overlap"]]
+    ("flags", "cause"),
+    [(["--policy", "fcfs"], "--policy would change nothing"), (["--overlap"], "--overlap would change nothing")]
+    + [(["--fresh"], "it measures again"), (["--out", __file__], "File exists")],
 )
-def test_switches_the_experiments_flip_are_refused(flags, capsys):
-    assert bench.main(["claims", "--only", "lpm", "--quick", *flags]) == 2
-    assert f"{flags[0].replace('no-', '')} would change nothing" in capsys.readouterr().err
-
-
-def test_what_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, capsys):
-    readme = tmp_path / "README.md"
-    (tmp_path / "file").touch()
-    refused = {
-        "needs one line": ["--readme", str(readme)],
-        "there would be no": ["--readme", str(readme), "--only", "lpm"],
-        "No such file": ["--readme", str(tmp_path / "nowhere")],
-        "it measures again": ["--fresh"],
-        "File exists": ["--out", str(tmp_path / "file")],
-    }
-    readme.write_text("no marks", encoding="utf-8")
-    for cause, flags in refused.items():
-        assert bench.main(["claims", "--quick", "--model", str(tmp_path / "never loaded"), *flags]) == 2
-        captured = capsys.readouterr()
-        assert cause in captured.err and "/1" not in captured.err, cause
+def test_what_makes_no_sense_is_refused_before_anything_is_loaded(flags, cause, capsys):
+    assert bench.main(["claims", "--only", "lpm", "--quick", "--model", "never loaded", *flags]) == 2
+    assert cause in capsys.readouterr().err
 
 
 def claims(folder, out, *flags, only=("lpm",)) -> int:
@@ -334,118 +295,65 @@ def claims(folder, out, *flags, only=("lpm",)) -> int:
     return bench.main([*command, "--only", *only, *flags])
 
 
+def saved(out) -> dict:
+    return json.loads((out / "claims.json").read_text(encoding="utf-8"))
+
+
 def test_the_whole_command_runs_quick_on_a_tiny_model(folder, tmp_path, capsys):
-    names = [name for name in CLAIMS if name != "mmap"]  # whose children take seconds
-    assert claims(folder, tmp_path, only=names) == 0
+    names = [name for name in CLAIMS if name != "mmap"]  # whose processes take seconds
+    assert claims(folder, tmp_path, "--machine", "a desk calculator", only=names) == 0
     result = json.loads(capsys.readouterr().out)
-    assert list(result["claims"]) == names and not result["failed"]
+    assert list(result["claims"]) == names and not result["failed"] and result == saved(tmp_path)
     assert {row["same_answers"] for row in result["claims"].values()} == {True, None}
-
-
-def test_the_command_writes_both_files(folder, tmp_path, capsys):
-    assert claims(folder, tmp_path, "--machine", "a desk calculator") == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert printed == json.loads((tmp_path / "claims.json").read_text(encoding="utf-8"))
     text = (tmp_path / "claims.md").read_text(encoding="utf-8")
-    assert "a desk calculator" in text and "--only lpm --quick" in text and list(printed["claims"]) == ["lpm"]
-    assert text == as_markdown(printed) and summary(printed) in text
+    assert text == as_markdown(result) and "on a desk calculator." in text and "--quick" in result["command"]
 
 
-def test_a_rerun_measures_only_what_is_missing(folder, tmp_path, capsys, monkeypatch):
+def test_a_rerun_measures_only_what_is_missing(folder, tmp_path, claim):
     runs = []
-
-    def watched(name):
-        return claim_of(lambda lab: runs.append(name) or two_sides(lab))
-
     for name in ("lpm", "fork", "batching"):
-        monkeypatch.setitem(CLAIMS, name, watched(name))
-    claims(folder, tmp_path, only=["lpm"])
+        claim(name, lambda lab, name=name: runs.append(name) or two_sides(lab))
+    claims(folder, tmp_path)
     claims(folder, tmp_path, only=["fork", "lpm"])
-    assert runs == ["lpm", "fork"]
-    claims(folder, tmp_path, "--fresh", only=["fork"])
-    assert runs == ["lpm", "fork", "fork"]
-    kept = json.loads((tmp_path / "claims.json").read_text(encoding="utf-8"))["claims"]
-    assert list(kept) == [name for name in CLAIMS if name in ("lpm", "fork")]
-
-
-def test_rows_of_other_settings_are_refused_or_replaced(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(CLAIMS, "lpm", claim_of(two_sides))
-    monkeypatch.setitem(CLAIMS, "fork", claim_of(two_sides))
-    assert claims(folder, tmp_path, only=["fork"]) == 0
-    before = (tmp_path / "claims.json").read_text(encoding="utf-8")
-    assert claims(folder, tmp_path, "--seed", "7") == 2
-    assert "other settings: engine" in capsys.readouterr().err
-    assert (tmp_path / "claims.json").read_text(encoding="utf-8") == before
-    assert claims(folder, tmp_path, "--seed", "7", "--fresh") == 0
-    found = json.loads((tmp_path / "claims.json").read_text(encoding="utf-8"))
-    assert list(found["claims"]) == ["lpm"] and found["engine"]["seed"] == 7
-    assert "replaced" in capsys.readouterr().err
+    assert runs == ["lpm", "fork"] and saved(tmp_path)["command"].count("--only fork lpm")
+    claims(folder, tmp_path, "--fresh")
+    assert runs == ["lpm", "fork", "lpm"] and list(saved(tmp_path)["claims"]) == ["lpm"]
 
 
 DAMAGED_ROW = '{"claims": {"lpm": {"mechanism": "m"}}}'
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", "3", '{"claims": []}', '{"claims": {"lpm": 3}}', DAMAGED_ROW])
-def test_a_file_that_cannot_be_continued_is_named_or_replaced(folder, tmp_path, capsys, monkeypatch, content):
-    monkeypatch.setitem(CLAIMS, "lpm", claim_of(two_sides))
+@pytest.mark.parametrize("content", ["", "[]", "3", '{"claims": []}', '{"claims": {"lpm": 3}}', DAMAGED_ROW])
+def test_what_cannot_be_continued_is_named_or_replaced(folder, tmp_path, capsys, claim, content):
+    claim("lpm", two_sides)
     (tmp_path / "claims.json").write_text(content, encoding="utf-8")
     assert claims(folder, tmp_path) == 2
-    printed = capsys.readouterr().err
-    assert (
-        "claims.json cannot be continued, it is no file of this command, or damaged" in printed and "--fresh" in printed
-    )
+    assert "claims.json cannot be continued, it is no file of this command, or damaged" in capsys.readouterr().err
     assert claims(folder, tmp_path, "--fresh") == 0
-    assert "claims.json: replaced" in capsys.readouterr().err
+    assert claims(folder, tmp_path, "--seed", "7") == 2
+    assert "it has other settings: engine" in capsys.readouterr().err
+    assert "seed" not in str(saved(tmp_path)["engine"]) or saved(tmp_path)["engine"]["seed"] != 7
 
 
-def test_a_broken_row_is_reported_and_the_others_go_on(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(CLAIMS, "kv-memory", claim_of(broken))
-    monkeypatch.setitem(CLAIMS, "lpm", claim_of(two_sides))
+def test_a_broken_row_is_reported_and_the_others_go_on(folder, tmp_path, capsys, claim):
+    claim("kv-memory", broken)
+    claim("lpm", two_sides)
     assert claims(folder, tmp_path, only=["kv-memory", "lpm"]) == 1
-    captured = capsys.readouterr()
-    result = json.loads(captured.out)
-    assert list(result["claims"]) == ["lpm"] and result["failed"] == {"kv-memory": "OSError: no such thing"}
-    assert "FAILED: OSError: no such thing" in captured.err and "kv-memory failed" in as_text(result)
-    monkeypatch.setitem(CLAIMS, "kv-memory", claim_of(two_sides))  # mended: the next run measures it
-    assert claims(folder, tmp_path, only=["kv-memory", "lpm"]) == 0
-    assert json.loads(capsys.readouterr().out)["failed"] == {}
+    assert "kv-memory: FAILED: OSError: no such thing" in capsys.readouterr().err
+    result = saved(tmp_path)
+    assert list(result["claims"]) == ["lpm"] and "kv-memory failed: OSError" in as_markdown(result)
+    claim("kv-memory", two_sides)  # mended: the next run measures it
+    assert claims(folder, tmp_path, only=["kv-memory", "lpm"]) == 0 and saved(tmp_path)["failed"] == {}
 
 
-def test_an_interruption_loses_only_the_running_row(folder, tmp_path, capsys, monkeypatch):
+def test_an_interruption_loses_only_the_running_row(folder, tmp_path, claim):
     def interrupted(lab):
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(CLAIMS, "kv-memory", claim_of(two_sides))
-    monkeypatch.setitem(CLAIMS, "lpm", claim_of(interrupted))
+    claim("kv-memory", two_sides)
+    claim("lpm", interrupted)
     assert claims(folder, tmp_path, only=["kv-memory", "lpm"]) == 130
-    assert "interrupted: 1 finished rows" in capsys.readouterr().err
-    assert list(json.loads((tmp_path / "claims.json").read_text(encoding="utf-8"))["claims"]) == ["kv-memory"]
-
-
-def test_progress_tells_what_runs_and_how_long_it_will_take(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    out = io.StringIO()
-    out.isatty = lambda: True
-    progress = bench_claims.Progress(["lpm", "fork"], out)
-    progress.tick("round 1, fcfs")
-    progress.end("3 s")
-    progress.tick("round 1, forks")
-    _, first, second, third = out.getvalue().split("\r")
-    assert "[----------] 0/2 lpm: round 1, fcfs | 0:00" in first and "to go" not in first
-    assert "[#####-----] 1/2 lpm: 3 s" in second and "to go" in second and "1/2 fork: round 1, forks" in third
-
-
-def test_the_readme_block_is_replaced_and_nothing_else():
-    row = dict.fromkeys(("mechanism", "claim", "source", "setting", "measured", "floor", "why"), "x")
-    result = {"command": "c", "machine": "m", "claims": dict.fromkeys(CLAIMS, row), "failed": {}}
-    text = f"before\n{bench_claims.BEGIN}\nold\n{bench_claims.END}\nafter\n"
-    once = with_summary(text, result)
-    assert once == f"before\n{bench_claims.BEGIN}\n{summary(result)}{bench_claims.END}\nafter\n"
-    assert with_summary(once, result) == once
-    with pytest.raises(ValueError, match="needs one line"):
-        with_summary("no marks", result)
-    with pytest.raises(ValueError, match="there would be no lpm"):
-        with_summary(text, result | {"claims": {name: row for name in CLAIMS if name != "lpm"}})
+    assert list(saved(tmp_path)["claims"]) == ["kv-memory"]
 
 
 def test_sides_with_other_keys_leave_cells_empty():
@@ -455,7 +363,7 @@ def test_sides_with_other_keys_leave_cells_empty():
 
 def test_committed_results_are_of_these_claims():
     """results/claims.md was written from results/claims.json, row by row."""
-    result = json.loads((ROOT / "results" / "claims.json").read_text(encoding="utf-8"))
+    result = saved(ROOT / "results")
     assert list(result["claims"]) == list(CLAIMS) and not result["failed"]
     for name, claim in CLAIMS.items():
         row = result["claims"][name]
