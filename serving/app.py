@@ -31,15 +31,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from generate import LLM
 from serving.engine_thread import EngineThread
-from serving.guard import (
-    ApiError,
-    EventStream,
-    Guard,
-    HeaderLimit,
-    local_only,
-    needs_key,
-    on_error,
-)
+from serving.guard import ApiError, EventStream, Guard, HeaderLimit, local_only, needs_key, on_error
 from serving.live import Live
 from serving.ollama_api import ollama_routes
 from serving.openai_api import openai_routes
@@ -53,7 +45,7 @@ POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 LAST_WORDS_S = 2.0  # after the drain: time for errors to reach their clients
-SPARE_DESCRIPTORS = 16  # for files; all others are for connections
+MOST_DESCRIPTORS, SPARE_DESCRIPTORS = 1 << 16, 16  # spared for files; all others are for connections
 
 
 def build_app(
@@ -128,7 +120,10 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI, host: str, port: int, drain: float, announce: Callable[[str], None]):
         self.app, self.drain, self.announce = app, drain, announce
-        free = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/dev/fd")) - SPARE_DESCRIPTORS
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        soft = max(soft, MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        free = soft - len(os.listdir("/dev/fd")) - SPARE_DESCRIPTORS
         backlog = max(1, min(2048, free // 8))  # asyncio accepts so many, several times, before it can be told to stop
         patience = app.state.service.limits.stall_seconds
         config = uvicorn.Config(

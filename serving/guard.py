@@ -86,17 +86,17 @@ def internal_error(error: Exception) -> ApiError:
 
 def _validation_error(error: RequestValidationError) -> ApiError:
     """The first few things that are wrong with a body, without repeating the body."""
-    errors, messages, param = error.errors(), [], None
-    if any(isinstance(item.get("input"), bytes) for item in errors[:1]):  # never parsed
-        return ApiError(400, "the body was not declared as JSON: send the header 'Content-Type: application/json'")
+    errors, messages, fields = error.errors(), [], []
     for item in errors[:3]:
-        field = ".".join(str(part) for part in item["loc"] if part != "body")[:100]
-        value = repr(item.get("input"))[:60] if isinstance(item.get("input"), (str, int, float)) else ""
-        messages.append(f"{field or 'body'}: {item['msg'][:200]}" + (f", got {value}" if value else ""))
-        param = param or field or None
+        value = item.get("input")
+        if isinstance(value, bytes):  # never parsed
+            return ApiError(400, "the body was not declared as JSON: send the header 'Content-Type: application/json'")
+        fields.append(".".join(str(part) for part in item["loc"] if part != "body")[:100])
+        shown = f", got {value!r:.60}" if isinstance(value, (str, int, float)) else ""
+        messages.append(f"{fields[-1] or 'body'}: {item['msg'][:200]}{shown}")
     if len(errors) > 3:
         messages.append(f"and {len(errors) - 3} more")
-    return ApiError(400, "; ".join(messages), param)
+    return ApiError(400, "; ".join(messages), next(filter(None, fields), None))
 
 
 async def on_error(request: Request, error: Exception) -> JSONResponse:

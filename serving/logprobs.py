@@ -1,11 +1,8 @@
 """Log-probabilities as the two APIs return them: which tokens, under which names, at which place in the text.
 
-The problem. A token is bytes, and may be a third of an emoji; what is returned beside the text must name it without
-U+FFFD, say where in the text it stands, and must not show a token of a stop string whose text was withheld.
-
-The idea. A token's offset is where its first character will stand once it is whole (behind the U+FFFD of an earlier
-character that it breaks off). `ShownTokens` decodes an answer token after token to know their offsets, and lets a token
-out when the text has been shown up to there.
+A token is bytes, and may be a third of an emoji; what is returned beside the text must name it without U+FFFD, say
+where in the text it stands, and must not show a token of a stop string whose text was withheld. So a token's offset is
+where its first character will stand once it is whole, and it is let out when the text has been shown up to there:
 
     tokens      "A"  "BC"  "DE"  "F"            stop = "BCDEF"
     offset       0    1     3     5
@@ -73,17 +70,14 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: list[tuple[Sampled, int]]) -> di
     """The schema of the chat API."""
     content = []
     for sampled, _ in tokens:
-        top = [_entry(tokenizer, token, logprob) for token, logprob in sampled.top or ()]
-        content.append({**_entry(tokenizer, sampled.token, sampled.logprob), "top_logprobs": top})
+        top = [_entry(tokenizer, *pair) for pair in sampled.top or ()]
+        content.append(_entry(tokenizer, sampled.token, sampled.logprob) | {"top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
 def completion_logprobs(tokenizer: Tokenizer, tokens: list[tuple[int, Sampled | None, int]], top: bool) -> dict:
-    """The schema of the completion API: four lists side by side. `tokens` holds (id, score, offset in the text).
-
-    The first token of a prompt has no score. With `top`, the best tokens are returned, and the one that was drawn if it
-    is not among them.
-    """
+    """The schema of the completion API: four lists side by side. `tokens` holds (id, score, offset in the text); the
+    first of a prompt has no score. With `top`, the best tokens are returned, and the one that was drawn."""
     best: list[dict[str, float] | None] = []
     for _, sampled, _ in tokens:
         pairs = [] if sampled is None else [*(sampled.top or ()), (sampled.token, sampled.logprob)]
@@ -97,10 +91,8 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: list[tuple[int, Sampled | 
 
 
 def prompt_offsets(tokenizer: Tokenizer, ids: list[int], prompt: str | None) -> tuple[str, list[int]]:
-    """The text of a prompt as it is echoed, and the offset of each of its tokens in that text.
-
-    What the tokenizer put around a text (BOS) takes no room in it; control strings that the text itself spells do.
-    """
+    """The text of a prompt as it is echoed, and the offset of each of its tokens in it. What the tokenizer put around a
+    text (BOS) takes no room in it; control strings that the text itself spells do."""
     shown = range(len(ids))
     if prompt is not None:
         bare = tokenizer.encode(prompt, add_special_tokens=False)

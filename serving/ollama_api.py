@@ -1,20 +1,16 @@
 """Ollama's /api/generate and /api/chat as a thin adapter, so that what speaks to Ollama can speak to this engine.
 
-The problem. Many editors and chat programs know only Ollama's API. It has other names for the same things, streams
-unless told not to, and separates its JSON objects by newlines instead of wrapping them in events.
-
-The idea. Translate the body into a prompt and SamplingParams, and deltas into lines:
+Many editors and chat programs know only Ollama's API. It has other names for the same things, streams unless told not
+to, and separates its JSON objects by newlines. So a body becomes a prompt and SamplingParams, and deltas become lines:
 
     {"model": "smollm2", "prompt": "hi", "options": {"num_predict": 8, "temperature": 0}}
         └► SamplingParams(max_tokens=8, temperature=0) ─► {"response": "He", "done": false}  {"done": true, ...}
 
-Unset options have Ollama's documented defaults (temperature 0.8, top_k 40, top_p 0.9); num_predict -1 or -2 is no limit
-but the context. The rule for unknown fields is that of openai_schema.py. Options that would change the model or its
-memory (num_ctx, num_gpu ...) belong to the server's command line and are ignored, as Ollama's clients send them out of
-habit; images, tools and `suffix` are refused. A body without a prompt is how Ollama's clients load a model: it is here.
-
-Source: Ollama's API documentation (docs/api.md). Left out, and refused in a sentence: pulling and making models, and
-embeddings (openai_api.py says why). `context` is not needed: the prefix cache finds a conversation again.
+Unset options have Ollama's documented defaults; num_predict -1 or -2 is no limit but the context. The rule for unknown
+fields is that of openai_schema.py: options that would change the model or its memory (num_ctx, num_gpu ...) belong to
+the server's command line and are ignored, as Ollama's clients send them out of habit. A body without a prompt is how
+they load a model: it is here. Source: Ollama's API documentation (docs/api.md). Left out, and refused in a sentence:
+pulling and making models, embeddings (openai_api.py says why), and `context`: the prefix cache finds a conversation.
 """
 
 from __future__ import annotations
@@ -111,10 +107,8 @@ class OllamaChatBody(OllamaBody):
 
 
 class ShowBody(Body):
-    """POST /api/show; older clients say `name`."""
-
     model: str | None = None
-    name: str | None = None
+    name: str | None = None  # as older clients say
 
 
 class OllamaWriter:
@@ -153,12 +147,8 @@ class OllamaWriter:
         request = self.job.requests[0]
         answer = request.answers[0]
         first, tokens = request.first_token or request.finished_at, len(answer.token_ids)
-        # The steps after the first token made all others; alone, it took all the time there was.
-        seconds = (
-            (request.finished_at - first) * tokens / (tokens - 1)
-            if tokens > 1
-            else request.finished_at - request.arrival
-        )
+        seconds = request.finished_at - (first if tokens > 1 else request.arrival)
+        seconds *= tokens / max(1, tokens - 1)  # the steps after the first token made the others, alone it took it all
         return self._object(text) | {
             "done": True,
             "done_reason": answer.finish_reason,
@@ -203,8 +193,7 @@ def ollama_routes(service: Service) -> APIRouter:
         if not body.messages:
             return loaded(body, {"message": {"role": "assistant", "content": ""}})
         served = service.model(body.model)
-        ids = await service.encode_chat(served, body.messages)
-        return await answer(http, served, body, ids, chat=True)
+        return await answer(http, served, body, await service.encode_chat(served, body.messages), chat=True)
 
     @router.get("/tags", response_model=None)
     async def tags() -> dict:

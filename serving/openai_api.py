@@ -3,17 +3,14 @@
 The problem. The official clients read exact shapes: a role only in the first chunk of a stream, one finish_reason for
 each choice, usage in a chunk of its own and only if asked for, `[DONE]` once, an error as a chunk and then the end.
 
-The idea. An answer has one writer, which is fed deltas and turns each into chunks. A stream sends them as they come;
-an answer in one piece is the same writer fed with everything at once. So the two cannot differ.
+The idea. An answer has one writer, which is fed deltas and turns each into chunks. An answer in one piece is the same
+writer fed with everything at once, so it cannot differ from a stream.
 
     job.read() ─► delta ─► writer.feed ─► chunk ─► data: {...}                 stream
     all of it  ─► delta ─► writer.whole_choice  ─► {"choices": [...]}          in one piece
 
-Choices are numbered over all prompts of a request: prompt * n + number of the answer.
-
-Source: OpenAI's API reference. openai_schema.py holds the fields and the rule for unknown ones, tools.py and
-logprobs.py two parts of the answers. Left out: /v1/embeddings. The models served here were trained to predict the
-next token; the mean of their hidden states is a vector, but its distances mean little, so it is refused and not faked.
+Source: OpenAI's API reference. Left out: /v1/embeddings. The mean of the hidden states of a model that was trained to
+predict the next token is a vector, but its distances mean little, so it is refused and not faked.
 """
 
 from __future__ import annotations
@@ -45,13 +42,12 @@ class Writer:
     def __init__(self, job: Job, body: SamplingBody):
         self.job, self.body = job, body
         self.tokenizer = job.served.llm.tokenizer
-        self.numbers = {request.id: i for i, request in enumerate(job.requests)}
         self.head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": job.served.name}
         self.shown: dict[int, ShownTokens] = {}
 
     def number(self, delta: Delta) -> int:
-        """Of the choice."""
-        return self.numbers[delta.request.id] * delta.request.params.n + delta.index
+        """Of the choice, over all prompts of the request."""
+        return self.job.requests.index(delta.request) * delta.request.params.n + delta.index
 
     def shown_tokens(self, delta: Delta) -> list:
         """The tokens whose text this delta shows, with their offsets."""
@@ -86,12 +82,11 @@ class Writer:
         requests = self.job.requests
         prompt = sum(len(request.prompt_ids) for request in requests)
         generated = sum(len(answer.token_ids) for request in requests for answer in request.answers)
-        cached = sum(request.num_cached_tokens for request in requests)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": generated,
             "total_tokens": prompt + generated,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "prompt_tokens_details": {"cached_tokens": sum(request.num_cached_tokens for request in requests)},
         }
 
     def whole(self) -> dict:
@@ -103,8 +98,7 @@ class Writer:
         """Each answer as one delta."""
         for request in self.job.requests:
             for o in request.output().outputs:
-                ended = o.finish_reason, o.stop_reason
-                yield Delta(request, o.index, o.text, o.token_ids, o.logprobs or [], *ended)
+                yield Delta(request, o.index, o.text, o.token_ids, o.logprobs or [], o.finish_reason, o.stop_reason)
 
 
 class CompletionWriter(Writer):
@@ -117,7 +111,7 @@ class CompletionWriter(Writer):
         self.lengths: dict[int, int] = {}  # choice -> characters of the prompt that its text begins with
 
     def whole_choice(self, delta: Delta) -> dict:
-        number, text, tokens = self.number(delta), delta.text, []
+        number, text, tokens, logprobs = self.number(delta), delta.text, [], None
         if number not in self.lengths:
             self.lengths[number] = 0
             if self.body.echo:
@@ -126,7 +120,6 @@ class CompletionWriter(Writer):
                 text, self.lengths[number] = prompt + text, len(prompt)
                 if self.body.logprobs is not None:
                     tokens = list(zip(ids, delta.request.prompt_logprobs, offsets, strict=True))
-        logprobs = None
         if self.body.logprobs is not None:
             start = self.lengths[number]
             tokens += [(sampled.token, sampled, start + offset) for sampled, offset in self.shown_tokens(delta)]
@@ -146,34 +139,25 @@ class ChatWriter(Writer):
 
     def __init__(self, job: Job, body: ChatBody, make_parser: Callable[[], ToolParser | ForcedCall]):
         super().__init__(job, body)
-        self.make_parser = make_parser
-        self.parsers: dict[int, ToolParser | ForcedCall] = {}
-        self.calls: dict[int, int] = {}  # choice -> calls made
+        self.parsers = [make_parser() for _ in range(job.requests[0].params.n)]  # one for each choice
+        self.calls = [0] * len(self.parsers)  # made by each
 
     def parts(self, delta: Delta) -> tuple[str, list[dict], dict | None, str | None]:
         """Text, calls, log-probabilities and finish_reason that a delta brings."""
-        number, reason = self.number(delta), delta.finish_reason
-        if number not in self.parsers:
-            self.parsers[number], self.calls[number] = self.make_parser(), 0
-        text, calls = self.parsers[number].feed(delta.text)
+        reason, parser, first = delta.finish_reason, self.parsers[delta.index], self.calls[delta.index]
+        text, calls = parser.feed(delta.text)
         if reason is not None:
-            rest, last = self.parsers[number].finish()
+            rest, last = parser.finish()
             text, calls = text + rest, calls + last
-        first = self.calls[number]
         if self.body.parallel_tool_calls is False:
             calls = calls[: 1 - first]
-        self.calls[number] += len(calls)
+        self.calls[delta.index] += len(calls)
         calls = [{"index": first + i} | call for i, call in enumerate(calls)]
         logprobs = None
         if self.body.logprobs:
             tokens = self.shown_tokens(delta)
             logprobs = chat_logprobs(self.tokenizer, tokens) if tokens or reason else None
-        return text, calls, logprobs, "tool_calls" if reason == "stop" and self.calls[number] else reason
-
-    def start(self) -> Iterator[bytes]:
-        """The role, as soon as the request is taken: a long prompt may keep its first token for a minute."""
-        for number in range(self.job.requests[0].params.n):
-            yield self.chunk([self.empty_choice(number)])
+        return text, calls, logprobs, "tool_calls" if reason == "stop" and self.calls[delta.index] else reason
 
     def whole_choice(self, delta: Delta) -> dict:
         text, calls, logprobs, reason = self.parts(delta)
@@ -182,20 +166,25 @@ class ChatWriter(Writer):
             message["content"] = text if text.strip() else None
             message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
         reasons = {"finish_reason": reason, "stop_reason": delta.stop_reason}
-        return {"index": self.number(delta), "message": message, "logprobs": logprobs} | reasons
+        return {"index": delta.index, "message": message, "logprobs": logprobs} | reasons
 
-    def chunk_choices(self, delta: Delta) -> list[dict]:
+    def start(self) -> Iterator[bytes]:
+        """The role, as soon as the request is taken: a long prompt may keep its first token for a minute."""
+        for number in range(len(self.parsers)):
+            yield self.chunk([chunk_choice(number, {"role": "assistant", "content": ""})])
+
+    def chunk_choices(self, delta: Delta) -> Iterator[dict]:
         text, calls, logprobs, reason = self.parts(delta)
-        parts: list[dict] = []
         if text or (logprobs and logprobs["content"]):
-            parts.append({"delta": {"content": text}, "logprobs": logprobs})
-        parts += [{"delta": {"tool_calls": [call]}} for call in calls]
+            yield chunk_choice(delta.index, {"content": text}, logprobs=logprobs)
+        for call in calls:
+            yield chunk_choice(delta.index, {"tool_calls": [call]})
         if reason is not None:
-            parts.append({"delta": {}, "finish_reason": reason, "stop_reason": delta.stop_reason})
-        return [self.empty_choice(self.number(delta)) | part for part in parts]
+            yield chunk_choice(delta.index, {}, finish_reason=reason, stop_reason=delta.stop_reason)
 
-    def empty_choice(self, number: int) -> dict:
-        return {"index": number, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+
+def chunk_choice(number: int, delta: dict, **more) -> dict:
+    return {"index": number, "delta": delta, "logprobs": None, "finish_reason": None} | more
 
 
 def openai_routes(service: Service) -> APIRouter:

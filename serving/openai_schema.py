@@ -42,10 +42,10 @@ UNSUPPORTED: dict[str, tuple] = {
 }
 TEMPLATE_OPTIONS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "shield", "documents")
 # What a field may hold, counted before anything looks at it: entries, and in all (guard.size). The context of a model
-# bounds the fields of CONTEXT, and the number of answers that of prompts.
+# bounds the fields of CONTEXT.
 MOST_ENTRIES, MOST_CHARACTERS, MOST_SIZE = 256, 1 << 16, 1 << 18
 CONTEXT = ("prompt", "input", "instructions", "system", "messages", "tokens")
-MORE_ENTRIES = dict.fromkeys(("choice", "logit_bias", "stop_token_ids"), 4096)
+MORE_ENTRIES = dict.fromkeys(("prompt", "choice", "logit_bias", "stop_token_ids"), 4096)
 
 # A list of a hundred thousand wrong items is wrong once.
 Ids = TypeAliasType("Ids", Annotated[list[int], FailFast()])
@@ -68,15 +68,13 @@ class Body(BaseModel):
         if not isinstance(data, dict):
             return data
         for name, value in [("the body", data), *data.items()][: MOST_ENTRIES + 1]:
-            name, entries = name[:100], MORE_ENTRIES.get(name, MOST_ENTRIES)
-            if name in CONTEXT:
-                continue
-            if isinstance(value, str) and len(value) > MOST_CHARACTERS:
-                raise ApiError(400, f"{name} has {len(value):,} characters; the limit is {MOST_CHARACTERS:,}", name)
-            if isinstance(value, (list, dict)) and len(value) > entries:
-                raise ApiError(400, f"{name} has {len(value):,} entries; the limit is {entries:,}", name)
-            if value is not data and size(value) > MOST_SIZE:
-                raise ApiError(400, f"{name} holds more than {MOST_SIZE:,} characters and values, the limit", name)
+            name, most = name[:100], MORE_ENTRIES.get(name, MOST_ENTRIES)
+            several = isinstance(value, list) and value and isinstance(value[0], (str, list))  # prompts, say
+            if (name not in CONTEXT or several) and isinstance(value, (list, dict)) and len(value) > most:
+                raise ApiError(400, f"{name} has {len(value):,} entries; the limit is {most:,}", name)
+            most = MOST_CHARACTERS if isinstance(value, str) else MOST_SIZE
+            if name not in CONTEXT and value is not data and size(value) > most:
+                raise ApiError(400, f"{name} holds more than {most:,} characters and values, the limit", name)
         return {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in data.items()}
 
     def headers(self) -> dict[str, str]:

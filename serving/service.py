@@ -1,11 +1,10 @@
 """From what a request says to what the engine takes, and back: which model, which token ids, within which limits.
 
 The problem. Turning text into ids is work: a chat template is a stranger's program that may run for seconds, a
-megabyte of text takes a second to tokenise, a grammar must be compiled. Done in the event loop, it would stop every
-other client's stream.
+megabyte of text takes a second to tokenise, a grammar must be compiled. The event loop must not do it.
 
-The idea. What cannot fit the context is refused unread. Everything that costs time in proportion to what was sent is
-done by a few helper threads, before anything is queued: long texts and grammars by two, all others by two more.
+The idea. What cannot fit the context is refused unread. The rest is done by helper threads before anything is queued:
+long texts and grammars by two, all others by two more.
 
     body ─► model by name ─► size ─► helpers: template, tokeniser, grammar ─► EngineThread.submit ─► Job
             404              400     400                                      400, 429, 503          │
@@ -103,21 +102,18 @@ class Service:
         self, served: Served, prompts: list[str | list[int]], params: SamplingParams, **routing: Any
     ) -> Job:
         """Check what the request as a whole asks for, and queue it. Raises ApiError or ValueError."""
-        width = params.beam_width or params.best_of or params.n
-        if len(prompts) * width > self.limits.max_choices:
-            raise ApiError(
-                400,
-                f"{len(prompts)} prompts with {width} answers each: one request may ask for "
-                f"{self.limits.max_choices} answers in all; lower n, or send several requests",
-                "n" if width > 1 else "prompt",
-            )
+        width, most = params.beam_width or params.best_of or params.n, self.limits.max_choices
+        if len(prompts) * width > most:
+            remedy = f"one request may ask for {most} answers in all; lower n, or send several requests"
+            message = f"{len(prompts)} prompts with {width} answers each: {remedy}"
+            raise ApiError(400, message, "n" if width > 1 else "prompt")
         if (priority := routing.get("priority")) and served.llm.options.policy != "priority":
             raise ApiError(400, f"priority={priority} needs a server started with --policy priority", "priority")
         known: list[tuple[list[int], str | None]] = []
         for prompt in prompts:
             ids = await self.encode(served, prompt) if isinstance(prompt, str) else prompt
             if len(ids) > served.llm.max_model_len:
-                raise too_long(served, f"a prompt of {len(ids)} tokens")
+                raise too_long(served, str(len(ids)))
             known.append((ids, prompt if isinstance(prompt, str) else None))
         await self.compile(served, params)
         return await self.engine.submit(served, known, params, **routing)
@@ -175,44 +171,43 @@ class Service:
     def _record(self, path: str, job: Job, user: str | None) -> None:
         """One line in the log for each prompt. Prompts and answers only if --log-prompts asks for them."""
         for request in job.requests:
-            answers = request.answers
-            reasons = ",".join(answer.finish_reason or "left" for answer in answers)
-            ttft = f"{request.first_token - request.arrival:.3f}s" if request.first_token else "-"
-            line = (
-                f"{path} model={job.served.name} prompt={len(request.prompt_ids)} cached={request.num_cached_tokens} "
-                f"generated={sum(len(answer.token_ids) for answer in answers)} finish={reasons} ttft={ttft} "
-                f"total={time.perf_counter() - request.arrival:.3f}s"
-            )
+            told: dict[str, Any] = {
+                "model": job.served.name,
+                "prompt": len(request.prompt_ids),
+                "cached": request.num_cached_tokens,
+                "generated": sum(len(answer.token_ids) for answer in request.answers),
+                "finish": ",".join(answer.finish_reason or "left" for answer in request.answers),
+                "ttft": f"{request.first_token - request.arrival:.3f}s" if request.first_token else "-",
+                "total": f"{time.perf_counter() - request.arrival:.3f}s",
+            }
             if user is not None:
-                line += f" user={user[:64]!a}"
+                told["user"] = ascii(user[:64])
             if self.log_prompts:
-                prompt = request.prompt
-                if prompt is None:
-                    prompt = job.served.llm.tokenizer.decode(request.prompt_ids, skip_special_tokens=False)
-                line += f" prompt_text={prompt!r} answers={[answer.text for answer in answers]!r}"
-            log.info(line)
+                decode = job.served.llm.tokenizer.decode
+                prompt = (
+                    decode(request.prompt_ids, skip_special_tokens=False) if request.prompt is None else request.prompt
+                )
+                told |= {"prompt_text": repr(prompt), "answers": repr([answer.text for answer in request.answers])}
+            log.info("%s %s", path, " ".join(f"{key}={value}" for key, value in told.items()))
 
 
 def check_length(served: Served, length: int) -> None:
     """No token stands for more bytes than the longest one, so a text may be too long whatever its tokens are."""
     if length > served.llm.max_model_len * served.longest_token:
-        least = length // served.longest_token
-        raise too_long(served, f"a prompt of {length} characters, which are more than {least} tokens")
+        raise too_long(served, f"{length} characters, which are more than {length // served.longest_token}")
 
 
-def too_long(served: Served, prompt: str) -> ApiError:
+def too_long(served: Served, size: str) -> ApiError:
     context = f"the context of {served.name!r} is {served.llm.max_model_len} tokens, prompt and answer together"
-    return ApiError(400, f"{prompt}: {context}", code="context_length_exceeded")
+    return ApiError(400, f"a prompt of {size} tokens: {context}", code="context_length_exceeded")
 
 
 def raise_failure(job: Job) -> None:
     """Raise ApiError if an answer of the job ended in anything but its own end."""
-    for request in job.requests:
-        for answer in request.answers:
-            if answer.finish_reason == "abort":
-                message = answer.error or "the request was aborted"
-                raise ApiError(503, message, None, "aborted", Retry_After="10")
-            if answer.finish_reason == "error":
-                raise ApiError(500, answer.error or "the request failed", None, "engine_error")
-            if job.ended.is_set() and answer.finish_reason is None:
-                raise ApiError(503, job.served.broken or "the model has failed", None, "engine_error")
+    for answer in (answer for request in job.requests for answer in request.answers):
+        if answer.finish_reason == "abort":
+            raise ApiError(503, answer.error or "the request was aborted", None, "aborted", Retry_After="10")
+        if answer.finish_reason == "error":
+            raise ApiError(500, answer.error or "the request failed", None, "engine_error")
+        if job.ended.is_set() and answer.finish_reason is None:
+            raise ApiError(503, job.served.broken or "the model has failed", None, "engine_error")
