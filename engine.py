@@ -276,10 +276,7 @@ class Engine:
         return results
 
     def accept(self, answer: Answer, result: Sampled | ValueError, deltas: list[Delta]) -> bool:
-        """Give an answer its token. Returns whether its draft had it, so that its next row holds good too.
-
-        Whatever goes wrong here is the fault of this request alone.
-        """
+        """Give an answer its token. Returns whether its draft had it, so that its next row holds good too."""
         request = answer.request
         if answer.finish_reason is not None:  # a sibling's bad row ended the request a moment ago
             return False
@@ -292,7 +289,7 @@ class Engine:
             if not right:
                 answer.seq.tokens.append(result.token)
             deltas.append(answer.accept(result))
-        except Exception as error:
+        except Exception as error:  # whatever it is, it is the fault of this request alone
             self.fail([request], error, deltas)
             return False
         request.first_token = request.first_token or time.perf_counter()
@@ -349,10 +346,7 @@ class Engine:
 
 
 def lay_out(step: Step, block_size: int, device, rows: list[range] | None = None) -> tuple[Batch, list[Computed]]:
-    """The tokens of a step as one flat run, and who gets logits from it.
-
-    rows: for each entry the positions whose logits are wanted, if its answer does not say so.
-    """
+    """The tokens of a step as one flat run, and who gets logits: of the positions `rows`, or as each answer says."""
     tokens, positions, slots, starts, tables, lens, logit_rows, computed = [], [], [], [0], [], [], [], []
     for i, (seq, n) in enumerate(step.entries):
         start, end, table = seq.num_computed, seq.num_computed + n, seq.block_table

@@ -173,11 +173,8 @@ class Answer:
         return Answer(self.request, index, seq, self.sampler.fork(index), self.guide and self.guide.fork())
 
     def rows_wanted(self, end: int) -> range:
-        """The positions below `end`, computed in this step, whose logits are needed.
-
-        These are the last known token, the draft behind it (a forced token is known without, unless it is scored), and
-        what is left of a prompt to score.
-        """
+        """The positions below `end`, computed in this step, whose logits are needed: of the last known token, the draft
+        behind it (a forced token is known without, unless it is scored), and what is left of a prompt to score."""
         seq, params = self.seq, self.request.params
         first = end - 1 if end == len(seq.tokens) else end
         if seq.num_draft and (params.scored or not self.forced):

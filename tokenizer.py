@@ -165,7 +165,7 @@ class Tokenizer:
         self._pieces = {i: piece for piece, i in library.get_vocab(with_added_tokens=True).items()}
         self._added = library.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in self._added.items() if token.special)
-        self._bytes: dict[int, bytes] = {}
+        self.token_bytes = functools.cache(self._token_bytes)
         self.vocab_size = max(self._pieces, default=-1) + 1
         self.bos_token_id = self._id("bos_token")
         eos = self._id("eos_token")
@@ -295,12 +295,6 @@ class Tokenizer:
 
     # ---- ids to text ----
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes an id adds to a text; b"" for ids that the tokenizer does not have."""
-        if token_id not in self._bytes:
-            self._bytes[token_id] = self._compute_bytes(token_id)
-        return self._bytes[token_id]
-
     def is_special(self, token_id: int) -> bool:
         """Whether the id is a control token: one that text output leaves out."""
         return token_id in self._special_ids
@@ -318,7 +312,8 @@ class Tokenizer:
     def _shown_bytes(self, token_id: int) -> bytes:
         return b"" if token_id in self._special_ids else self.token_bytes(token_id)
 
-    def _compute_bytes(self, token_id: int) -> bytes:
+    def _token_bytes(self, token_id: int) -> bytes:
+        """The bytes an id adds to a text; b"" for ids that the tokenizer does not have."""
         if token_id in self._added:
             return self._added[token_id].content.encode()
         piece = self._pieces.get(token_id, "")
