@@ -84,6 +84,17 @@ def test_a_tape_hands_out_no_memory_that_is_in_use():
         tape.replay()
 
 
+def test_a_tape_keeps_its_inputs():
+    x = torch.randn(3, 1000)
+    with kernels.record() as tape:
+        out = ops.silu_mul(x)
+    want = out.clone()
+    del x
+    others = [torch.full((3, 1000), float("nan")) for _ in range(50)]  # one of them would lie where x was
+    tape.replay()
+    assert torch.equal(out, want) and others
+
+
 def test_a_tape_holds_what_its_own_thread_computes():
     x = torch.randn(3, 8)
     y = -x
@@ -102,6 +113,8 @@ def test_a_tape_refuses_what_it_could_not_replay():
     x, transposed = torch.randn(4, 4), torch.randn(4, 4).t()
     with pytest.raises(ValueError, match="aten.add"), kernels.record():
         ops.silu_mul(x + 1)
+    with pytest.raises(ValueError, match="aten.add_"), kernels.record():
+        ops.silu_mul(x.add_(1))
     with pytest.raises(ValueError, match="contiguous"), kernels.record():
         ops.silu_mul(transposed)
     with kernels.record(), pytest.raises(ValueError, match="already"), kernels.record():
@@ -115,8 +128,9 @@ def test_wrong_arguments_are_refused_before_memory_is_touched():
     hidden, weights, state = layer_inputs()
     names = ("k", "v", "tables", "starts", "lens")
 
-    def rope(positions=state["positions"][:1], slots=state["slots"][:1]):
-        return ops.rope_write_kv(torch.randn(1, 64), positions, *(state[n] for n in ("cos_sin", "k", "v")), slots, 2)
+    def rope(positions=state["positions"][:1], slots=state["slots"][:1], width=64):
+        caches = (state[n] for n in ("cos_sin", "k", "v"))
+        return ops.rope_write_kv(torch.randn(1, width), positions, *caches, slots, 2)
 
     def attention(name: str, value: int):
         bad = copies(state)
@@ -129,6 +143,8 @@ def test_wrong_arguments_are_refused_before_memory_is_touched():
         "embedding table": lambda: ops.int4_embedding(torch.tensor([64]), weights["qkv"], 48, 32),
         "slot": lambda: rope(slots=torch.tensor([12])),
         "position": lambda: rope(positions=torch.tensor([8])),
+        "need 64 and 16": lambda: rope(width=80),
+        "do not fit": lambda: ops.paged_attention(torch.randn(3, 2, 8), *(state[n] for n in names), 0.25),
         "block table": lambda: attention("tables", 3),
         "shorter": lambda: attention("lens", 2),
         "longer": lambda: attention("lens", 5),
