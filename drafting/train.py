@@ -137,26 +137,25 @@ def write_texts(llm: LLM, texts: int, tokens: int, seed: int) -> dict[str, Tenso
 
 def first_weights(settings: Settings, hidden: int, scale: float) -> dict[str, Tensor]:
     """float32; at first the next state is nearly the last. scale: how large the target's states are."""
-    draw = torch.Generator().manual_seed(settings.seed)
     weights = {}
     for name, shape in head_shapes(hidden, settings.width, settings.kept).items():
         if len(shape) == 2:
             small = 0.1 if name == "down" else 1.0
-            weights[name] = torch.randn(shape, generator=draw) * (small / math.sqrt(shape[1]))
+            weights[name] = torch.randn(shape) * (small / math.sqrt(shape[1]))
         elif name != "kept":
             weights[name] = torch.full(shape, scale if name == "out_norm" else 1.0)
     return {name: weight.requires_grad_() for name, weight in weights.items()}
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
+    return F.rms_norm(x, weight.shape, weight, EPS)
 
 
-def head_step(w: dict[str, Tensor], state: Tensor, embedding: Tensor, drop=lambda x: x) -> Tensor:
-    """DraftHead.forward in operations that have gradients: the next state [R, hidden]. drop: of the MLP's values."""
+def head_step(w: dict[str, Tensor], state: Tensor, embedding: Tensor, dropout: float = 0.0) -> Tensor:
+    """DraftHead.forward in operations that have gradients: the next state [R, hidden]."""
     both = F.linear(norm(state, w["state_norm"]), w["from_state"])
     gate, up = (both + F.linear(norm(embedding, w["token_norm"]), w["from_token"])).chunk(2, dim=-1)
-    return state + F.linear(drop(F.silu(gate) * up), w["down"])
+    return state + F.linear(F.dropout(F.silu(gate) * up, dropout), w["down"])
 
 
 class Examples:
@@ -172,8 +171,7 @@ class Examples:
         order = used.argsort(descending=True, stable=True)[: min(kept, int((used > 0).sum()))]
         self.kept = order.sort().values  # [kept]
         self.table = target.head.lookup(self.kept).float()  # [kept, hidden]
-        ids, self.where = self.tokens.unique(return_inverse=True)
-        self.embeddings = target.embed.lookup(ids).float()  # [distinct tokens, hidden]
+        self.embed = target.embed
         self.teacher = [torch.cat(parts) for parts in zip(*map(self._teacher_of, self.states.split(1024)), strict=True)]
 
     def _teacher_of(self, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,14 +180,14 @@ class Examples:
         return top.values.softmax(1), top.indices
 
 
-def loss_of(w: dict[str, Tensor], ex: Examples, rows: Tensor, unroll: int, drop: Callable[[Tensor], Tensor]) -> Tensor:
+def loss_of(w: dict[str, Tensor], ex: Examples, rows: Tensor, settings: Settings) -> Tensor:
     """Cross entropy of the teacher distribution and the head's, summed over the steps, per row of the first.
 
     Every step of the recurrence goes on with half of the rows before it, since later guesses are made less often.
     """
     total, first, state = torch.zeros(()), rows, ex.states[rows].float()
-    for j in range(unroll):
-        state = head_step(w, state, ex.embeddings[ex.where[rows + j]], drop)
+    for j in range(settings.unroll):
+        state = head_step(w, state, ex.embed.lookup(ex.tokens[rows + j]).float(), settings.dropout)
         chances = F.log_softmax(F.linear(norm(state, w["out_norm"]), ex.table), dim=-1)  # [R, kept]
         teacher, where = (part[rows + j + 1] for part in ex.teacher)  # [R, TOP]
         total = total - (teacher * chances.gather(1, where)).sum()
@@ -199,7 +197,8 @@ def loss_of(w: dict[str, Tensor], ex: Examples, rows: Tensor, unroll: int, drop:
 
 
 def fit(ex: Examples, settings: Settings) -> dict[str, Tensor]:
-    """The trained weights. Batch n is drawn from the seed and n."""
+    """The trained weights, from the seed."""
+    torch.manual_seed(settings.seed)
     scale = float(ex.states[:1024].float().square().mean().sqrt())
     w = first_weights(settings, ex.states.shape[1], scale)
     optimizer = torch.optim.AdamW(w.values(), lr=settings.rate, betas=(0.9, 0.98), weight_decay=0.01)
@@ -207,13 +206,7 @@ def fit(ex: Examples, settings: Settings) -> dict[str, Tensor]:
     for step in range(settings.steps):  # warm up over a twentieth of them, then a cosine down to nothing
         faded = 0.5 + 0.5 * math.cos(math.pi * step / settings.steps)
         optimizer.param_groups[0]["lr"] = settings.rate * min((step + 1) / warm, faded)
-        draw = torch.Generator().manual_seed((settings.seed << 32) + step)
-        rows = ex.starts[torch.randint(len(ex.starts), (settings.batch,), generator=draw)]
-
-        def drop(x: Tensor, draw=draw) -> Tensor:
-            return x * (torch.rand(x.shape, generator=draw) >= settings.dropout) / (1 - settings.dropout)
-
-        loss = loss_of(w, ex, rows, settings.unroll, drop)
+        loss = loss_of(w, ex, ex.starts[torch.randint(len(ex.starts), (settings.batch,))], settings)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(w.values(), 1.0)
