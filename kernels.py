@@ -79,9 +79,7 @@ def rope_write_kv(
     heads = qkv.view(qkv.shape[0], num_heads + 2 * kv_heads, head_dim)
     q, k, v = heads.split((num_heads, kv_heads, kv_heads), dim=1)  # [T, heads, head_dim] each
     if q_norm is not None:
-        q = rms_norm(q, q_norm, eps)
-    if k_norm is not None:
-        k = rms_norm(k, k_norm, eps)
+        q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # [T, 1, head_dim/2]
     a, b = torch.cat((q, k), dim=1).float().chunk(2, dim=-1)  # [T, num_heads + kv_heads, head_dim/2]
     rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
