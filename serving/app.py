@@ -76,7 +76,7 @@ def build_app(
     add_status_routes(app, service, live)
     for kind in (ApiError, ValueError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, on_error)
-    check = needs_key(api_key) if api_key else local_only if local else None
+    check = needs_key(api_key) if api_key else local_only if local else lambda path, headers: None
     app.add_middleware(Guard, limit=limits.max_body, patience=limits.stall_seconds, check=check)
     if cors_origins:
         app.add_middleware(

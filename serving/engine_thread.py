@@ -70,11 +70,8 @@ class Served:
 
 
 class Job:
-    """One client's request: a prompt or several, answered together. Used by the event loop only.
-
-    The unread deltas cannot be longer than the context times the number of answers, and only so many jobs may be open
-    (`max_queue`), so the memory is bounded although no step ever waits for a reader.
-    """
+    """One client's request: a prompt or several, answered together. Used by the event loop only. Context, number of
+    answers and `max_queue` bound the unread deltas, although no step ever waits for a reader."""
 
     def __init__(self, served: Served, prompts: int, streaming: bool):
         self.served, self.unfinished, self.streaming = served, prompts, streaming
@@ -119,7 +116,7 @@ class EngineThread:
     # -- for the event loop
 
     def start(self) -> None:
-        """Begin to work, delivering to the running event loop."""
+        """Deliver to the running event loop from now on."""
         self._loop = asyncio.get_running_loop()
         self.metrics.stats = {name: served.llm.stats() for name, served in self.models.items()}
         self._thread.start()
@@ -207,14 +204,13 @@ class EngineThread:
         self._messages.put(message)
 
     async def stop(self) -> None:
-        """Stop working. Requests still open get no further answer."""
+        """Requests still open get no further answer."""
         self._messages.put(None)
         await asyncio.to_thread(self._thread.join)
 
     # -- the engine thread
 
     def _post(self, function: Callable[[], None]) -> None:
-        """Have something done in the event loop."""
         with suppress(RuntimeError):  # it has closed: the server is gone, and so are its clients
             self._loop.call_soon_threadsafe(function)
 
@@ -279,11 +275,9 @@ class EngineThread:
         self._deliver(deliveries)
 
     def _deliver(self, deliveries: list[tuple[Job, list[Delta], int]]) -> None:
-        """One wake-up of the event loop for all of them."""
-
         def deliver() -> None:
             for job, deltas, closed in deliveries:
                 job.deliver(deltas, closed)
 
-        if deliveries:
+        if deliveries:  # one wake-up of the event loop for all of them
             self._post(deliver)

@@ -60,7 +60,6 @@ def error_body(error: ApiError, path: str = "") -> dict:
 
 
 def error_response(path: str, error: ApiError) -> JSONResponse:
-    """The answer in the shape of the API that `path` belongs to."""
     headers = {name.replace("_", "-"): value for name, value in error.headers.items()}
     return JSONResponse(error_body(error, path), error.status, headers)
 
@@ -155,11 +154,11 @@ class HeaderLimit(AutoHTTPProtocol):
 class Guard:
     """Lets a request through whose path and headers pass `check`, and whose body is at most `limit` bytes.
 
-    The check comes before any of the body is read (a dependency of FastAPI's would run after it was parsed). A body
-    that pauses for `patience` seconds while it arrives is refused: it holds a connection and its memory.
+    The check comes first (a dependency of FastAPI's would run after the body was parsed). A body that pauses for
+    `patience` seconds while it arrives is refused: it holds a connection and its memory.
     """
 
-    def __init__(self, app, limit: int, patience: float, check: Callable[[str, Headers], None] | None):
+    def __init__(self, app, limit: int, patience: float, check: Callable[[str, Headers], None]):
         self.app, self.limit, self.patience, self.check = app, limit, patience, check
 
     async def __call__(self, scope, receive, send) -> None:
@@ -167,8 +166,7 @@ class Guard:
             return await self.app(scope, receive, send)
         headers = Headers(scope=scope)
         try:
-            if self.check is not None:
-                self.check(scope["path"], headers)
+            self.check(scope["path"], headers)
             body = await self._read(receive, headers.get("content-length", ""))
         except ApiError as error:
             return await error_response(scope["path"], error)(scope, receive, send)
@@ -235,11 +233,8 @@ def local_only(path: str, headers: Headers) -> None:
 
 
 class EventStream(Response):
-    """An answer that is sent piece by piece, until it ends, its client leaves, or does not read for `stall` seconds.
-
-    `leave` is called however it ends. `send` waits while the socket's buffer is full, so what was not sent stays in the
-    job.
-    """
+    """An answer that is sent piece by piece, until it ends, its client leaves, or does not read for `stall` seconds
+    (`send` waits while the socket's buffer is full). `leave` is called however it ends."""
 
     def __init__(
         self, events: AsyncGenerator[bytes], leave: Callable[[], None], media_type: str, stall: float, headers: Mapping
@@ -267,14 +262,11 @@ class EventStream(Response):
 
 
 async def until_left(receive, work: Awaitable):
-    """The result of `work`, or None if it is given up or the client disconnects first; then it is cancelled.
-
-    Whatever else arrives meanwhile (the rest of a body) is passed over.
-    """
+    """The result of `work`, or None if it is given up or the client disconnects first; then it is cancelled."""
 
     async def left() -> None:
         while (await receive())["type"] != "http.disconnect":
-            pass
+            pass  # the rest of a body
 
     tasks = [asyncio.ensure_future(work), asyncio.ensure_future(left())]
     try:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
@@ -30,7 +31,7 @@ from serving.guard import ApiError, error_body, sse
 from serving.logprobs import ShownTokens, chat_logprobs, completion_logprobs, prompt_offsets
 from serving.openai_schema import ChatBody, CompletionBody, DetokenizeBody, SamplingBody, TokenizeBody
 from serving.service import Service
-from serving.tools import ForcedCall, ToolParser, find_layout, forced_schema
+from serving.tools import FORCED, ToolParser, find_layout, forced_schema
 
 
 class Writer:
@@ -137,7 +138,7 @@ class ChatWriter(Writer):
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, job: Job, body: ChatBody, make_parser: Callable[[], ToolParser | ForcedCall]):
+    def __init__(self, job: Job, body: ChatBody, make_parser: Callable[[], ToolParser]):
         super().__init__(job, body)
         self.parsers = [make_parser() for _ in range(job.requests[0].params.n)]  # one for each choice
         self.calls = [0] * len(self.parsers)  # made by each
@@ -251,19 +252,19 @@ def add_token_routes(router: APIRouter, service: Service) -> None:
         return JSONResponse({"prompt": text}, 200, headers)
 
 
-async def converse(service: Service, body: ChatBody) -> tuple[Job, Callable[[], ToolParser | ForcedCall]]:
+async def converse(service: Service, body: ChatBody) -> tuple[Job, Callable[[], ToolParser]]:
     """Queue the answer to a conversation. Returns its job, and what makes a reader of its text."""
     served, (tools, called) = service.model(body.model), body.offered_tools()
-    schema = {} if called is None else {"json_schema": forced_schema(tools, called or None)}
+    schema = {"json_schema": forced_schema(called)} if called else {}
     params, options = body.params(**schema), body.template_options()
     ids = await service.encode_chat(served, body.messages, tools or None, **options)
-    layout = await service.help(find_layout, served.llm.tokenizer) if tools and called is None else None
+    layout = FORCED if called else await service.help(find_layout, served.llm.tokenizer) if tools else None
     try:
         job = await service.submit(served, [ids], params, **body.routing())
     except GrammarError:
-        await name_bad_tool(service, served, tools if called is not None else [])
+        await name_bad_tool(service, served, called)
         raise
-    return job, lambda: ToolParser(layout, tools) if called is None else ForcedCall(called or None)
+    return job, partial(ToolParser, layout, tools)
 
 
 async def name_bad_tool(service: Service, served: Served, tools: list[dict]) -> None:
@@ -271,7 +272,7 @@ async def name_bad_tool(service: Service, served: Served, tools: list[dict]) -> 
     for tool in tools:
         name = tool["function"]["name"]
         try:
-            await service.compile(served, SamplingParams(json_schema=forced_schema([tool], name)))
+            await service.compile(served, SamplingParams(json_schema=forced_schema([tool])))
         except GrammarError as error:
             raise ApiError(400, f"the parameters of tool {name!r}: {error}", "tools") from error
 

@@ -249,20 +249,18 @@ class ChatBody(SamplingBody, Turns):
             raise ApiError(400, f"chat_template_kwargs must not hold {taken[0]!r}", "chat_template_kwargs")
         return options | self.turn_options()
 
-    def offered_tools(self) -> tuple[list[dict], str | None]:
-        """The tools, and which must be called: None (none need be), "" (any of them) or a function's name."""
+    def offered_tools(self) -> tuple[list[dict], list[dict]]:
+        """The tools, and those of which one must be called, if any must."""
         tools = [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
         choice = self.tool_choice
         if choice is None or choice == "auto":
-            return tools, None
+            return tools, []
         if choice == "none":
-            return [], None
-        if choice == "required" and tools:
-            return tools, ""
-        if isinstance(choice, dict) and isinstance(choice.get("function"), dict):
-            name = choice["function"].get("name")
-            if name in [tool["function"]["name"] for tool in tools]:
-                return tools, name
+            return [], []
+        function = choice.get("function") if isinstance(choice, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if called := [tool for tool in tools if choice == "required" or tool["function"]["name"] == name]:
+            return tools, called
         allowed = "'none', 'auto', 'required', or {'type': 'function', 'function': {'name': ...}} of one of tools"
         raise ApiError(400, f"tool_choice must be {allowed}", "tool_choice")
 

@@ -46,11 +46,8 @@ class Layout:
     arguments: str  # the key that holds them
 
 
-LAYOUTS = (
-    Layout("<tool_call>", "</tool_call>", "arguments"),
-    Layout("", "", "parameters"),
-    Layout("", "", "arguments"),
-)
+FORCED = Layout("", "", "arguments")  # of a call that tool_choice demands: the output is constrained to it
+LAYOUTS = (Layout("<tool_call>", "</tool_call>", "arguments"), Layout("", "", "parameters"), FORCED)
 
 
 @functools.lru_cache(maxsize=8)  # models
@@ -69,9 +66,9 @@ def find_layout(tokenizer: Tokenizer) -> Layout | None:
     return None
 
 
-def api_call(name: str, arguments: str) -> dict:
-    """A call as the API words it; arguments are JSON text."""
-    function = {"name": name, "arguments": arguments}
+def api_call(name: str, arguments: dict) -> dict:
+    """A call as the API words it."""
+    function = {"name": name, "arguments": json.dumps(arguments)}
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
@@ -124,7 +121,7 @@ class ToolParser:
         if not isinstance(value, dict) or value.get("name") not in self.names:
             return None
         arguments = value.get(self.layout.arguments)
-        return api_call(value["name"], json.dumps(arguments)) if isinstance(arguments, dict) else None
+        return api_call(value["name"], arguments) if isinstance(arguments, dict) else None
 
 
 def _no_number(name: str):
@@ -146,29 +143,8 @@ def _possible_beginning(text: str, mark: str) -> int:
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)
 
 
-class ForcedCall:
-    """The same for an answer that was constrained to be one call: `name` is known, or stands in the answer."""
-
-    def __init__(self, name: str | None):
-        self.name, self._text = name, ""
-
-    def feed(self, text: str) -> tuple[str, list[dict]]:
-        self._text += text
-        return "", []
-
-    def finish(self) -> tuple[str, list[dict]]:
-        try:
-            value = json.loads(self._text)
-            name, arguments = (value["name"], value["arguments"]) if self.name is None else (self.name, value)
-            return "", [api_call(name, json.dumps(arguments))]
-        except (ValueError, RecursionError):  # cut off by max_tokens: there is no call
-            return self._text, []
-
-
-def forced_schema(tools: list[dict], name: str | None) -> dict:
-    """The JSON Schema of a call that must be made: the arguments of one function, or name and arguments of any."""
-    if name is not None:
-        return _parameters(next(tool for tool in tools if tool["function"]["name"] == name))
+def forced_schema(tools: list[dict]) -> dict:
+    """The JSON Schema of a call that must be made, of any of the tools, in the layout FORCED."""
     calls = []
     for i, tool in enumerate(tools):
         name = tool["function"]["name"]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from automata import GrammarError
 from formats.chat_template import ChatTemplate
-from serving.tools import LAYOUTS, ForcedCall, ToolParser, find_layout, forced_schema
+from serving.tools import FORCED, LAYOUTS, ToolParser, find_layout, forced_schema
 
 MARKED, PARAMETERS, ARGUMENTS = LAYOUTS
 TOOLS = [{"function": {"name": "f"}}, {"function": {"name": "g", "parameters": {"type": "object", "properties": {}}}}]
@@ -91,39 +91,34 @@ def test_the_layout_is_found_in_what_the_template_prints(printed, layout):
 
 
 def test_a_demanded_call():
-    assert parse(ForcedCall("f"), ['{"x"', ": 1}"]) == ("", [("f", {"x": 1})])
-    assert parse(ForcedCall(None), '{"name": "g", "arguments": {}}') == ("", [("g", {})])
-    assert parse(ForcedCall("f"), '{"x": ') == ('{"x": ', [])
-    schema = forced_schema(TOOLS, None)
+    assert parse(ToolParser(FORCED, TOOLS), '{"name": "g", "arguments": {}}') == ("", [("g", {})])
+    assert parse(ToolParser(FORCED, TOOLS), '{"name": ') == ('{"name": ', [])
+    schema = forced_schema(TOOLS)
     for text, allowed in (('{"name": "g", "arguments": {}}', True), ('{"name": "h", "arguments": {}}', False)):
         assert accepts(BYTE_GUIDES, text, json_schema=schema) == allowed
-    assert forced_schema(TOOLS, "g") == {"type": "object", "properties": {}, "additionalProperties": False}
     assert "additionalProperties" not in TOOLS[1]["function"]["parameters"]
     bare = {"function": {"name": "f", "parameters": {"type": "object", "description": "none"}}}
-    assert accepts(BYTE_GUIDES, "{}", json_schema=forced_schema([bare], "f"))
-    assert not accepts(BYTE_GUIDES, '{"a": 1}', json_schema=forced_schema([bare], "f"))
+    assert forced_schema([bare])["anyOf"][0]["properties"]["arguments"]["additionalProperties"] is False
 
 
 def test_references_within_the_parameters_hold_in_a_demanded_call():
     node = {"type": "object", "properties": {"n": {"$ref": "#/$defs/digit"}, "$ref": {"const": "#/$defs/digit"}}}
     node |= {"required": ["n"], "$defs": {"digit": {"type": "integer", "minimum": 0, "maximum": 9}}}
     tools = [*TOOLS, {"function": {"name": "h", "parameters": node}}]
-    schema = forced_schema(tools, None)
+    schema = forced_schema(tools)
     assert accepts(BYTE_GUIDES, '{"name": "h", "arguments": {"n": 7, "$ref": "#/$defs/digit"}}', json_schema=schema)
     assert not accepts(BYTE_GUIDES, '{"name": "h", "arguments": {"n": 10}}', json_schema=schema)
     recursive = {"properties": {"next": {"$ref": "#"}}, "additionalProperties": False}
-    schema = forced_schema([{"function": {"name": "r", "parameters": recursive}}], None)
+    schema = forced_schema([{"function": {"name": "r", "parameters": recursive}}])
     assert accepts(BYTE_GUIDES, '{"name": "r", "arguments": {"next": {"next": {}}}}', json_schema=schema)
     assert not accepts(BYTE_GUIDES, '{"name": "r", "arguments": {"name": "r", "arguments": {}}}', json_schema=schema)
 
 
-@pytest.mark.parametrize("name", ["f", None])
 @pytest.mark.parametrize("parameters", [None, {}, {"description": "none"}, {"anyOf": [{"required": ["a"]}, True]}])
-def test_arguments_are_an_object_even_if_the_schema_says_nothing(parameters, name):
-    schema = forced_schema([{"function": {"name": "f", "parameters": parameters}}], name)
+def test_arguments_are_an_object_even_if_the_schema_says_nothing(parameters):
+    schema = forced_schema([{"function": {"name": "f", "parameters": parameters}}])
     for arguments, allowed in (("{}", True), ("3", False), ("null", False), ('"x"', False)):
-        text = arguments if name else f'{{"name": "f", "arguments": {arguments}}}'
-        assert accepts(BYTE_GUIDES, text, json_schema=schema) == allowed
+        assert accepts(BYTE_GUIDES, f'{{"name": "f", "arguments": {arguments}}}', json_schema=schema) == allowed
 
 
 def test_parameters_nested_beyond_all_bounds_are_refused():
@@ -131,4 +126,4 @@ def test_parameters_nested_beyond_all_bounds_are_refused():
     for _ in range(5000):
         deep = {"items": deep}
     with pytest.raises(GrammarError, match="too deeply"):
-        forced_schema([{"function": {"name": "f", "parameters": deep}}], None)
+        forced_schema([{"function": {"name": "f", "parameters": deep}}])
