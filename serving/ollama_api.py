@@ -185,6 +185,8 @@ def ollama_routes(service: Service) -> APIRouter:
         prompt: str | list[int] = body.prompt
         if not body.raw and served.llm.tokenizer.has_chat_template:
             prompt = await service.encode_chat(served, body.messages())
+        elif body.system:
+            raise ApiError(400, "'system' needs a chat template, and raw=true and base models use none", "system")
         return await answer(http, served, body, prompt, chat=False)
 
     @router.post("/chat", response_model=None)

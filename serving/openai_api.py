@@ -232,8 +232,7 @@ def add_token_routes(router: APIRouter, service: Service) -> None:
     async def tokenize(body: TokenizeBody) -> Response:
         """Ids of a text or of a conversation."""
         served, headers = service.model(body.model), body.headers()
-        if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "give either prompt or messages", "prompt")
+        body.check()
         if body.prompt is not None:
             ids = await service.encode(served, body.prompt, body.add_special_tokens is not False)
         else:

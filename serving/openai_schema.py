@@ -80,7 +80,7 @@ class Body(BaseModel):
     def headers(self) -> dict[str, str]:
         """X-Ignored-Fields, if there are any. Raises ApiError for a known field that cannot be honoured."""
         ignored = []
-        for name in self._ignored():
+        for name in dict.fromkeys(self._ignored()):
             shown = ascii(name[:40])[:60]  # quoted, unless it is a plain word: an edge of blanks is no header value
             ignored.append(shown[1:-1] if re.fullmatch(r"[\w.-]+", name[:40], re.ASCII) else shown)
         return {"X-Ignored-Fields": ", ".join(ignored[:20])} if ignored else {}
@@ -94,8 +94,10 @@ class Body(BaseModel):
                 instead = "ask with response_format, regex, choice or grammar" if name in STRUCTURE else "leave it out"
                 raise ApiError(400, f"{name!r} is not supported by this server; {instead}", name, "unsupported")
         for name in type(self).model_fields:
-            if isinstance(inner := getattr(self, name), Body):
-                yield from (f"{name}.{field}" for field in inner._ignored())
+            value = getattr(self, name)
+            for inner in value if isinstance(value, list) else [value]:
+                if isinstance(inner, Body):
+                    yield from (f"{name}.{field}" for field in inner._ignored())
 
 
 def sampling_fields(*but: str) -> dict[str, Any]:
@@ -184,6 +186,8 @@ class SamplingBody(SamplingFields):
     def params(self, **more: Any) -> SamplingParams:
         """The SamplingParams asked for. Raises ApiError or ParameterError."""
         schema = self.response_format and self.response_format.schema_asked()
+        if schema is not None and "json_schema" in more:
+            raise ApiError(400, "response_format must be text where tool_choice demands a call", "response_format")
         params = SamplingParams(**(asked(self) | ({} if schema is None else {"json_schema": schema}) | more))
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream=true", "stream_options")
@@ -272,6 +276,16 @@ class TokenizeBody(Turns):
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
+
+    def check(self) -> None:
+        """Raises ApiError unless it is one of the two, with the options that belong to it."""
+        if (self.prompt is None) == (self.messages is None):
+            raise ApiError(400, "give either prompt or messages", "prompt")
+        of_chats = ("add_generation_prompt", "continue_final_message")
+        for name in of_chats if self.messages is None else ("add_special_tokens",):
+            if getattr(self, name):
+                other = "messages" if self.messages is None else "prompt"
+                raise ApiError(400, f"{name} goes with {other}, which is not given; leave it out", name)
 
 
 class DetokenizeBody(Body):

@@ -27,6 +27,9 @@ def chat(**more) -> dict:
     return {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1} | more
 
 
+TOOL = {"type": "function", "function": {"name": "f", "strict": True}}
+
+
 def say(content) -> dict:
     return {"messages": [{"role": "user", "content": content}]}
 
@@ -59,6 +62,12 @@ def test_what_is_too_large_is_refused_at_once_and_briefly(server, path, body):
     answer = server.http.post(path, content=json.dumps(body, ensure_ascii=False))
     assert answer.status_code == 400 and time.perf_counter() - start < 1, "milliseconds on a quiet machine"
     assert len(answer.content) < 1000
+
+
+def test_a_body_of_too_many_values_is_not_even_parsed(server):
+    for path in ("/v1/completions", "/api/chat", "/tokenize"):
+        answer = server.http.post(path, content=b"[" + b"0," * (1 << 17))
+        assert answer.status_code == 400 and "commas" in answer.text
 
 
 def test_a_long_text_that_may_fit_delays_nobody(server):
@@ -124,6 +133,7 @@ def test_a_long_prefill_is_not_silent(server, monkeypatch, path, opening, waitin
             "y, response_format.json_schema.x",
         ),
         ("/v1/chat/completions", {"stream": True, "stream_options": {"obfuscate": 1}}, "stream_options.obfuscate"),
+        ("/v1/chat/completions", {"tools": [TOOL, TOOL]}, "tools.function.strict"),
     ],
 )
 def test_unknown_fields_within_a_field_are_named(server, path, more, named):
@@ -150,6 +160,14 @@ def test_unknown_fields_within_a_field_are_named(server, path, more, named):
         ("/api/generate", {"prompt": "x", "template": "{{ .Prompt }}"}, "template"),
         ("/api/generate", {"prompt": "x", "context": [1]}, "context"),
         ("/api/generate", {"prompt": "x", "suffix": "y"}, "suffix"),
+        ("/api/generate", {"prompt": "x", "raw": True, "system": "y"}, "system"),
+        ("/tokenize", {"add_special_tokens": True}, "add_special_tokens"),
+        ("/tokenize", {"messages": None, "prompt": "x", "add_generation_prompt": True}, "add_generation_prompt"),
+        (
+            "/v1/chat/completions",
+            {"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
+            "response_format",
+        ),
     ],
 )
 def test_what_cannot_be_obeyed_is_refused_by_name(server, path, more, field):
