@@ -8,24 +8,24 @@ parser, whose mask would then allow the end of the text, is raised as one.
 
 Properties come in the order in which the schema declares them; others may follow unless additionalProperties is false.
 Of 160 schemas of MaskBench 128 compile, 0.7 ms each, and all instances of these are judged rightly (`python bench.py
-maskbench DIR`). The others are refused: not, dependencies, overlapping oneOf, unknown formats.
-
-Source: the documentation of llguidance (syntax.md, json_schema.md). Left out: its own forced tokens (structured.py
-finds them for both engines), and special tokens in a grammar, which are never allowed.
+maskbench DIR`). Source: the documentation of llguidance (syntax.md, json_schema.md). Left out: its own forced tokens
+(structured.py finds them for both engines), and special tokens in a grammar, which are never allowed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import operator
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable
 from fractions import Fraction
+from itertools import accumulate
 
 import llguidance
 import numpy as np
-from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from automata import GrammarError
 
@@ -34,11 +34,21 @@ NEEDED_BYTES = set(range(0x20, 0xC0)) - {0x7F}  # ASCII, and what finishes a cha
 # and blanks are bounded (none, a space, or a line break and its indentation): a small model may repeat them for ever.
 JSON_OPTIONS = {"lenient": False, "coerce_one_of": False, "item_separator": ",", "key_separator": ":"}
 JSON_OPTIONS |= {"whitespace_flexible": True, "whitespace_pattern": r"( |\n {0,12})"}
-LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-MAX_SCHEMA, MAX_GRAMMAR = 4 << 20, 256 << 10  # characters
+LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000, max_grammar_size=40_000, verbose_errors=False)
+# What is as large as these limits allow compiles within a second, or ends in an error of the library.
+MAX_SCHEMA, MAX_GRAMMAR = 256 << 10, 64 << 10  # characters
+MAX_KEYS = 2_000  # of one object: the library compares all properties with each other
+MAX_DEPTH = 1_000  # the library recurses from rule to rule and from $ref to $ref; at about 2,000 the process dies
+MAX_INTERSECTED = 8  # regular expressions asked of one text: the product of their automata
+MAX_PATTERN_NAMES = 100  # patternProperties, each compared with all others
+MAX_MULTIPLE = 20_000  # a divisor becomes an automaton with a state a remainder
 MAX_FORCED = 512  # bytes of a forced run that are encoded to find its first token
 INTEGER_FORMATS = {"int32": 2**31, "int64": 2**63}  # the library takes them for annotations
-MAX_INTERSECTED, MAX_MULTIPLE, MAX_VISITS = 12, 20_000, 20_000  # what the library would not finish: see check_schema
+VALUES = {"const", "enum", "default", "examples"}  # keywords that hold values
+NAMED = {"properties", "patternProperties", "$defs", "definitions"}  # and that hold schemas by name
+ALTERNATIVES = {"$ref", "anyOf", "oneOf"}  # merged with what stands beside them, except these:
+NEUTRAL = {"$schema", "$id", "$defs", "definitions", "$comment", "title", "description", "default", "examples", "type"}
+STRING_OR_COMMENT = re.compile(r'"(\\.|[^"\\\n])*+"?|//[^\n]*|/(\\.|[^/\\\n])++/?')
 
 
 class Vocabulary:
@@ -50,12 +60,11 @@ class Vocabulary:
         if not NEEDED_BYTES <= trie.single_bytes:
             raise GrammarError("json_schema and grammar need a vocabulary with a token for each byte; use a regex")
         self.trie, self.tokens, self.encode = trie, trie.vocab, encode
-        ends = sorted(i for i in eos_token_ids if i < len(trie.vocab))
-        self.eos_token_id = ends[0] if ends else 0
+        ends = sorted(i for i in eos_token_ids if i < len(trie.vocab)) or [0]
+        self.eos_token_id = ends[0]
         self.special_token_ids = np.flatnonzero(~trie.writes).tolist()
         self.longest = max(map(len, trie.vocab))
-        wrapper = llguidance.TokenizerWrapper(self)
-        self.parser_tokens = llguidance.LLTokenizer(wrapper, len(trie.vocab), ends or [0])
+        self.parser_tokens = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self), len(trie.vocab), ends)
 
     def __call__(self, data: bytes) -> list[int]:
         """Tokens that write exactly the beginning of `data`: masks of forced bytes are made from the first of them."""
@@ -76,12 +85,12 @@ class Vocabulary:
 
 
 class GrammarMatcher:
-    """The same for a context-free grammar or a JSON schema: a walk of llguidance's parser.
+    """The same as structured.AutomatonMatcher for a grammar or a JSON schema: a walk of llguidance's parser.
 
     Where bytes are forced, its masks allow only the first token that the tokenizer would write for them."""
 
     def __init__(self, parser: llguidance.LLMatcher, vocabulary: Vocabulary) -> None:
-        self.parser, self.vocabulary, self.trie = parser, vocabulary, vocabulary.trie
+        self.parser, self.vocabulary = parser, vocabulary
         self._allowed: np.ndarray | None = None  # at the current position, once it is known
 
     def fork(self) -> GrammarMatcher:
@@ -92,23 +101,22 @@ class GrammarMatcher:
             bits = np.frombuffer(self.parser.compute_bitmask(), np.uint8)
             if self.parser.is_error():  # its mask would allow end-of-sequence
                 raise GrammarError(f"the grammar cannot go on: {reason(self.parser)}")
-            bools = np.unpackbits(bits, bitorder="little", count=len(self.trie.vocab)).view(bool)
-            self._allowed = bools & self.trie.writes
+            writes = self.vocabulary.trie.writes  # bool [V]
+            self._allowed = np.unpackbits(bits, bitorder="little", count=len(writes)).view(bool) & writes
         return self._allowed.copy()
 
     def advance(self, token: int) -> bool:
         self._allowed = None
-        return bool(self.trie.writes[token]) and not self.parser.is_stopped() and self.parser.consume_token(token)
+        writes = bool(self.vocabulary.trie.writes[token])
+        return writes and not self.parser.is_stopped() and self.parser.consume_token(token)
 
     @property
     def may_end(self) -> bool:
         return self.parser.is_accepting()
 
     @property
-    def is_complete(self) -> bool:
-        if not self.may_end:
-            return False
-        return self.parser.is_stopped() or not self.allowed().any()  # the empty text has not stopped it
+    def is_complete(self) -> bool:  # the empty text is, without having stopped the parser
+        return self.may_end and (self.parser.is_stopped() or not self.allowed().any())
 
     def forced_bytes(self) -> bytes:
         return self.parser.compute_ff_bytes()
@@ -132,22 +140,17 @@ def compile_grammar(kind: str, source: str, vocabulary: Vocabulary) -> GrammarMa
     limit = MAX_SCHEMA if kind == "json_schema" else MAX_GRAMMAR
     if len(source) > limit:
         raise GrammarError(f"{kind} has {len(source)} characters, more than {limit}; use a smaller one")
-    if kind == "json_schema":
-        return _compile(_json_grammar(source), "the JSON schema", vocabulary)
-    if is_lark_syntax(source):
-        return _compile(_lark_grammar(source), "the Lark grammar", vocabulary)
+    name, read = "the JSON schema", json_grammar
+    if kind == "grammar":
+        name, read = "the Lark grammar (GBNF would have a rule root)", lark_grammar
+        if re.search(r"^[ \t]*root\s*::=", source, re.MULTILINE):
+            name, read = "the GBNF grammar", gbnf_grammar
     try:
-        lark = gbnf_to_lark(source)
-    except Exception as error:  # the converter raises bare exceptions
-        gbnf = f"{type(error).__name__}: {error}"[:200]
-        try:
-            return _compile(_lark_grammar(source), "it", vocabulary)
-        except GrammarError as error:
-            raise GrammarError(f"the grammar is neither GBNF ({gbnf}) nor Lark ({error})") from None
-    return _compile(_lark_grammar(lark), "the GBNF grammar", vocabulary)
-
-
-def _compile(grammar: str, name: str, vocabulary: Vocabulary) -> GrammarMatcher:
+        grammar = read(source)
+    except RecursionError:
+        raise GrammarError(f"{name} is nested too deeply; flatten it") from None
+    except ValueError as error:
+        raise GrammarError(f"{name} cannot be used: {error}") from None
     parser = llguidance.LLMatcher(vocabulary.parser_tokens, grammar, log_level=0, limits=LIMITS)
     if not parser.is_error():
         parser.compute_bitmask()
@@ -156,89 +159,100 @@ def _compile(grammar: str, name: str, vocabulary: Vocabulary) -> GrammarMatcher:
     return GrammarMatcher(parser, vocabulary)
 
 
-def _json_grammar(source: str) -> str:
+def json_grammar(source: str) -> str:
+    schema = json.loads(source)
+    check_schema(schema)
+    return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(enforced(schema)), overrides=JSON_OPTIONS)
+
+
+def gbnf_grammar(source: str) -> str:
     try:
-        schema = _enforced(json.loads(source))
-        check_schema(schema)
-        return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON_OPTIONS)
-    except RecursionError:
-        raise GrammarError("the JSON schema is nested too deeply; flatten it") from None
-    except GrammarError:
-        raise
-    except ValueError as error:
-        raise GrammarError(f"the JSON schema cannot be used: {error}") from None
+        return lark_grammar(gbnf_to_lark(source))
+    except Exception as error:  # the converter raises bare exceptions
+        raise GrammarError(f"{type(error).__name__}: {error}"[:200]) from None
 
 
-def _enforced(schema):
-    """The schema with integer formats as ranges, and without a `$schema` that is no draft of the standard."""
-    if isinstance(schema, list):
-        return [_enforced(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    schema = {key: part if key in ("const", "enum") else _enforced(part) for key, part in schema.items()}
-    if "json-schema.org" not in str(schema.get("$schema", "json-schema.org")):
-        del schema["$schema"]
-    if isinstance(schema.get("format"), str) and (limit := INTEGER_FORMATS.get(schema["format"])):
-        schema["allOf"] = [*schema.get("allOf", []), {"minimum": -limit, "maximum": limit - 1}]
-    return schema
-
-
-def _lark_grammar(lark: str) -> str:
-    for found in re.finditer(r"%json\s*(?=\{)", lark):
-        try:
-            check_schema(json.JSONDecoder().raw_decode(lark, found.end())[0])
-        except json.JSONDecodeError:
-            pass  # the compiler says it with the line
-    rules = re.sub(r'"(\\.|[^"\\])*"|/(\\.|[^/\\])+/', "", lark)
-    if special := re.search(r"<[^>\s]+>", rules):
-        raise GrammarError(f"the grammar names the special token {special[0]}, which is never allowed; write a text")
+def lark_grammar(lark: str) -> str:
+    for begin in re.finditer(r"%json\s*(?=\{)", lark):
+        with contextlib.suppress(json.JSONDecodeError):  # the compiler says it with the line
+            check_schema(json.JSONDecoder().raw_decode(lark, begin.end())[0])
+    rules = STRING_OR_COMMENT.sub("", lark)
+    if special := re.search(r"<[^<>\s]+>", rules):
+        raise GrammarError(f"it names the special token {special[0]}, which is never allowed; write a text")
     if rules.count("&") > MAX_INTERSECTED:
-        raise GrammarError(f"the grammar intersects more than {MAX_INTERSECTED} expressions (&); use fewer")
+        raise GrammarError(f"it intersects more than {MAX_INTERSECTED} expressions (&); use fewer")
+    if sum(map(rules.count, ":([")) > MAX_DEPTH:
+        raise GrammarError(f"it has more than {MAX_DEPTH} rules and groups; use fewer")
     return llguidance.LLMatcher.grammar_from_lark(lark)
 
 
-def check_schema(root: dict) -> None:
-    """Refuse what the library would run out of time or memory on: many patterns, or multiples, of one value at once.
+def enforced(schema, named: bool = False):
+    """The schema, or the schemas by name, with integer formats as ranges, and without a `$schema` that is no draft."""
+    if isinstance(schema, list):
+        return [enforced(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if named:
+        return {name: enforced(part) for name, part in schema.items()}
+    schema = {key: part if key in VALUES else enforced(part, key in NAMED) for key, part in schema.items()}
+    if "json-schema.org" not in str(schema.get("$schema", "json-schema.org")):
+        del schema["$schema"]
+    limit, others = INTEGER_FORMATS.get(str(schema.get("format"))), schema.get("allOf", [])
+    if limit and isinstance(others, list):
+        schema["allOf"] = [*others, {"minimum": -limit, "maximum": limit - 1}]
+    return schema
 
-    A value is named by the properties that lead to it; allOf and $ref add to what is asked of the same value."""
-    patterns: Counter[tuple] = Counter()
-    multiples: dict[tuple, Fraction] = {}
-    todo: list[tuple] = [(root, (), False, frozenset())]  # schema, value, whether it is merged, $refs on the way to it
-    for _ in range(MAX_VISITS):
-        if not todo:
-            return
-        schema, value, merged, refs = todo.pop()
-        if not isinstance(schema, dict):
-            continue
-        patterns[value] += "pattern" in schema
-        divisor = schema.get("multipleOf")
-        if isinstance(divisor, int | float) and math.isfinite(divisor) and divisor > 0:
-            a, b = multiples.get(value, Fraction(1)), Fraction(str(divisor))
-            scale = math.lcm(a.denominator, b.denominator)
-            multiples[value] = Fraction(math.lcm(int(a * scale), int(b * scale)), scale)
-            if max(b.numerator, multiples[value].numerator) > MAX_MULTIPLE:
-                raise GrammarError(f"multipleOf {divisor} (or several of one value together) passes {MAX_MULTIPLE}")
-        if patterns[value] > MAX_INTERSECTED or len(schema.get("patternProperties") or ()) > 100:
-            raise GrammarError(
-                f"the JSON schema has more than {MAX_INTERSECTED} patterns for one value, or 100 patternProperties"
-            )
-        named = {*(schema.get("properties") or ()), *(schema.get("required") or ())}
-        if isinstance(least := schema.get("minProperties"), int) and least > len(named) + 1:
-            raise GrammarError(
-                f"minProperties {least} asks for {least - len(named)} undeclared properties with different names, which"
-                " no grammar can promise; declare them in properties"
-            )
-        reference = schema.get("$ref")
-        merged = merged or "allOf" in schema or isinstance(reference, str) and len(schema) > 1
-        for key, part in schema.items():
-            if isinstance(part, dict) and key in ("properties", "patternProperties"):
-                todo += [(inner, (*value, name), merged, refs) for name, inner in part.items()]
-            elif isinstance(part, list) and key in ("allOf", "anyOf", "oneOf"):
-                todo += [(inner, value if merged else (*value, i), merged, refs) for i, inner in enumerate(part)]
-            elif key in ("items", "additionalProperties"):
-                todo.append((part, (*value, f"/{key}"), merged, refs))
-        if isinstance(reference, str) and reference.startswith("#") and reference not in refs:
-            target = root
-            for step in reference.split("/")[1:]:
-                target = target.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(target, dict) else None
-            todo.append((target, value, merged, refs | {reference}))
+
+def check_schema(root) -> None:
+    """Refuse what the library would run out of time, memory or stack on, and what it does not enforce.
+
+    Work explodes where several schemas are merged into one automaton, by allOf or by what stands beside a $ref. Names
+    and references decide which of them meet; here all are taken to meet as soon as something is merged.
+    """
+    seen: dict[str, set] = {"pattern": set(), "multipleOf": set(), "$ref": set()}  # their values
+    names, merged, nodes = set(), False, [root]  # nodes: objects and lists, each behind the one it is in
+    for node in nodes:
+        if isinstance(node, dict):
+            check_object(node)
+            for keyword, values in seen.items():
+                values |= {node[keyword]} if type(node.get(keyword)) in (str, int, float) else set()
+            names |= set(node["patternProperties"]) if isinstance(node.get("patternProperties"), dict) else set()
+            merged |= "allOf" in node or not ALTERNATIVES.isdisjoint(node) and len(node.keys() - NEUTRAL) > 1
+        nodes += containers(node)
+    if merged and len(seen["pattern"]) > MAX_INTERSECTED or len(names) > MAX_PATTERN_NAMES:
+        limits = f"{MAX_INTERSECTED} patterns while it merges schemas, or {MAX_PATTERN_NAMES} patternProperties"
+        raise GrammarError(f"it holds more than {limits}; use fewer")
+    divisors = [d for d in seen["multipleOf"] if not isinstance(d, str) and 0 < d < math.inf]
+    multiples = {Fraction(str(divisor)).numerator for divisor in divisors}
+    if any(work > MAX_MULTIPLE for work in accumulate(multiples, math.lcm if merged else operator.add)):
+        raise GrammarError(f"what it demands by multipleOf passes {MAX_MULTIPLE} in all; use smaller or fewer ones")
+    depth: dict[int, int] = {}  # of the object with that id
+    for node in reversed(nodes):
+        depth[id(node)] = 1 + max((depth[id(part)] for part in containers(node)), default=0)
+    if sum(depth[id(referenced(root, str(reference)))] for reference in seen["$ref"]) > MAX_DEPTH:
+        raise GrammarError(f"its references lead more than {MAX_DEPTH} levels deep; use fewer")
+
+
+def containers(node: dict | list) -> list[dict | list]:
+    return [part for part in (node.values() if isinstance(node, dict) else node) if isinstance(part, dict | list)]
+
+
+def referenced(root: dict, reference: str) -> dict | list:
+    """What a $ref leads to; the whole schema, if it is no plain path."""
+    node = root
+    for step in reference.removeprefix("#/").split("/"):
+        step = step.replace("~1", "/").replace("~0", "~")
+        node = node.get(step) if isinstance(node, dict) else None
+    return node if isinstance(node, dict) else root
+
+
+def check_object(schema: dict) -> None:
+    lists = [schema[key] for key in ("properties", "required") if isinstance(schema.get(key), dict | list)]
+    named, least = {str(name) for names in lists for name in names}, schema.get("minProperties")
+    if max(len(schema), len(named)) > MAX_KEYS:
+        raise GrammarError(f"an object in it has more than {MAX_KEYS} keys; use fewer")
+    if type(least) is int and least > len(named) + 1:
+        raise GrammarError(
+            "minProperties asks for several undeclared properties with different names, which no grammar can promise; "
+            "declare them in properties"
+        )
