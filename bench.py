@@ -6,15 +6,12 @@
     python bench.py start | perplexity | profile     seconds to the first token, quality, where a step's time goes
     python bench.py serve | simulate | size | plots | maskbench DIR          (each has a file in benchmarks/)
 
-Prefill and decode are two numbers, always: prefill is bound by arithmetic, decode by the bytes of the weights. Both are
-measured through the engine as a user drives it, scheduling, sampling and detokenising included:
+Prefill is bound by arithmetic, decode by the bytes of the weights, so they are two numbers, always. Both are measured
+as a user drives the engine: one prompt of --prompt tokens to its first answer token, and --batch sequences with
+16-token prompts, --gen tokens each, without the step that computes the prompts.
 
-    prefill   one prompt of --prompt tokens, nothing cached: its tokens over the time to its first answer token
-    decode    --batch sequences with 16-token prompts, --gen tokens each, without the step that computes the prompts
-
-Every figure is printed for every repetition. `versus` alternates with other programs (A B C A B C ...) that print the
-same JSON keys, because a shared machine drifts: only ratios within one run mean anything. Every command takes --json:
-one object on stdout, and nothing else. A flag that a command cannot use is refused by name.
+`versus` alternates with programs that print the same JSON keys, because a shared machine drifts: only ratios within one
+run mean anything. With --json stdout is one object. A flag that a command cannot use is refused by name.
 """
 
 from __future__ import annotations
@@ -25,10 +22,10 @@ import sys
 from collections.abc import Callable
 
 from benchmarks import claims, maskbench, peers, plots, quality, serve, simulate, size
+from benchmarks.figures import lines
 from benchmarks.lab import decode, prefill_rate
-from benchmarks.peers import medians
 from benchmarks.roofline import decode_floor, read_bandwidth
-from formats.command_line import as_command, flag, given, refuse_unused
+from formats.command_line import as_command, flag, given, refuse_unused, value_of
 from generate import LLM, add_engine_flags, engine_arguments, engine_rules
 from kv_paged import blocks_needed
 
@@ -40,28 +37,26 @@ SCORING = (  # what of the engine a perplexity depends on: one prompt is compute
 
 def measure(args: argparse.Namespace) -> dict:
     """The figures of `decode`: load_s, prefill_tok_s and, per batch size, decode_tok_s, one entry per repetition."""
-    llm = LLM(**engine_arguments(args), quiet=False)
-    check_room(llm, max(args.batch), args.gen)
+    llm = open_engine(args)
     prefill_rate(llm, args.prompt, seed=0)  # warm-up: pages of the pool are touched, caches filled
     decode(llm, min(args.batch), 8)
-    prefill = [prefill_rate(llm, args.prompt, seed=1 + i) for i in range(args.repeat)]
-    decoded = {str(b): [decode(llm, b, args.gen)[0] for _ in range(args.repeat)] for b in args.batch}
-    bandwidth = read_bandwidth(llm.device)
+    times, bandwidth = range(args.repeat), read_bandwidth(llm.device)
     return {
         "load_s": round(llm.load_s, 3),
-        "prefill_tok_s": [round(rate, 1) for rate in prefill],
-        "decode_tok_s": {b: [round(rate, 1) for rate in rates] for b, rates in decoded.items()},
+        "prefill_tok_s": [round(prefill_rate(llm, args.prompt, seed=1 + i), 1) for i in times],
+        "decode_tok_s": {str(b): [round(decode(llm, b, args.gen)[0], 1) for _ in times] for b in args.batch},
         "weight_bytes": llm.model.step_bytes,
         "bandwidth_gb_s": round(bandwidth / 1e9, 2),
         "floor_tok_s": round(decode_floor(bandwidth, llm.model.step_bytes, 0), 1),
     }
 
 
-def check_room(llm: LLM, batch: int, gen: int) -> None:
-    """Refuse sequences that would end early or wait for each other: their rate would be that of another workload."""
-    length, scheduler = 16 + gen + 2, llm.scheduler
+def open_engine(args: argparse.Namespace) -> LLM:
+    """Refuses sequences that would end early or wait for each other: their rate would be that of another workload."""
+    llm = LLM(**engine_arguments(args), quiet=False)
+    batch, length, scheduler = max(args.batch), 16 + args.gen + 2, llm.scheduler
     if length > llm.max_model_len:
-        raise ValueError(f"--gen {gen} after 16 tokens needs a context of {length}, not {llm.max_model_len}: lower it")
+        raise ValueError(f"--gen {args.gen} after 16 tokens needs a context of {length}, not {llm.max_model_len}")
     for name in ("max_num_seqs", "max_num_batched_tokens"):
         if (limit := getattr(scheduler, name)) < batch:
             raise ValueError(f"--batch {batch} sequences in one step do not fit in {flag(name)} {limit}: raise it")
@@ -70,36 +65,35 @@ def check_room(llm: LLM, batch: int, gen: int) -> None:
             f"--batch {batch} of {length} tokens needs {needed} blocks, and the pool has {scheduler.pool.total}: "
             "lower --batch or --gen, or raise --num-blocks or --kv-memory"
         )
+    return llm
 
 
-def decode_table(result: dict) -> str:
-    rates = medians(result)
+def decode_text(result: dict) -> str:
+    rates = peers.medians(result)
     share = rates.get("decode x1", 0.0) / result["floor_tok_s"]
-    floor = f"{result['floor_tok_s']:9.1f} tok/s for one sequence: {result['weight_bytes'] / 1e6:.0f} MB a step"
-    lines = [f"{name:12} {rate:9.1f} tok/s" for name, rate in rates.items()]
-    return "\n".join([*lines, f"floor        {floor} at {result['bandwidth_gb_s']} GB/s; reached {share:.0%}"])
+    names = ("weight_bytes", "bandwidth_gb_s", "floor_tok_s")
+    return lines(rates | {name: result[name] for name in names} | {"reached by one sequence": f"{share:.0%}"})
 
 
 def versus(args: argparse.Namespace) -> dict:
     sizes = ["--prompt", args.prompt, "--gen", args.gen, "--repeat", args.repeat, "--threads", args.threads or 2]
-    sizes = [*map(str, [*sizes, "--batch", *args.batch])]
     ours = [sys.executable, __file__, "decode", "--json", *args.forwarded]
-    return peers.in_turn(ours, peers.commands(args.peer, args.model), sizes, args.batch, args.rounds)
+    others = peers.commands(args.peer, args.model)
+    return peers.in_turn(ours, others, [*map(str, [*sizes, "--batch", *args.batch])], args.batch, args.rounds)
 
 
 def profile(args: argparse.Namespace) -> dict:
-    llm = LLM(**engine_arguments(args), quiet=False)
-    check_room(llm, max(args.batch), args.gen)
+    llm = open_engine(args)
     return {str(batch): quality.profile(llm, batch, args.gen) for batch in args.batch}
 
 
 # {command: (figures, as text, what it is)}; a command without a text prints for itself and returns its exit code
 COMMANDS: dict[str, tuple[Callable, Callable | None, str]] = {
-    "decode": (measure, decode_table, "tokens per second of prefill and of decode at several batch sizes"),
-    "versus": (versus, peers.table, "the same, in turn with another program"),
+    "decode": (measure, decode_text, "tokens per second of prefill and of decode at several batch sizes"),
+    "versus": (versus, peers.versus_table, "the same, in turn with another program"),
     "profile": (profile, quality.profile_table, "where the time of a decode step goes"),
-    "perplexity": (quality.perplexities, quality.table, "what quantised weights and activations cost in quality"),
-    "start": (quality.start, quality.start_table, "seconds from the command to the first token, with warm caches"),
+    "perplexity": (quality.perplexities, quality.quality_table, "what quantised weights and activations cost"),
+    "start": (quality.start, lines, "seconds from the command to the first token, with warm caches"),
     "claims": (claims.run, None, "what was claimed, and what one switch buys here"),
 }
 OTHERS = {  # commands with a parser of their own: {name: (run, what it is)}
@@ -111,42 +105,42 @@ OTHERS = {  # commands with a parser of their own: {name: (run, what it is)}
 }
 
 
+def count(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError("must be at least 1")
+    return int(text)
+
+
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("bench.py", description="Measure the vitrine engine.")
     commands = parser.add_subparsers(dest="command", required=True)
-    subs = {}
-    for name, (_, _, about) in COMMANDS.items():
-        sub = subs[name] = commands.add_parser(name, help=about)
+    for name, (_, about) in OTHERS.items():
+        commands.add_parser(name, help=about, add_help=False)
+    subs = {name: commands.add_parser(name, help=about) for name, (*_, about) in COMMANDS.items()}
+    for sub in subs.values():
         sub.set_defaults(parser=sub)
         sub.add_argument("--json", action="store_true")
         add_engine_flags(sub)
-    for name, (_, about) in OTHERS.items():
-        commands.add_parser(name, help=about, add_help=False)
-    subs["start"].add_argument("--repeat", type=int, default=5, metavar="N")
-    for name in ("decode", "versus"):
-        subs[name].add_argument("--prompt", type=int, default=512, metavar="N", help="prompt tokens of the prefill")
-        subs[name].add_argument("--repeat", type=int, default=3, metavar="N")
-    for name, batches in (("decode", [1, 8, 32]), ("versus", [1, 8, 32]), ("profile", [1, 32])):
-        subs[name].add_argument("--gen", type=int, default=128, metavar="N", help="tokens each sequence decodes")
-        subs[name].add_argument("--batch", type=int, nargs="+", default=batches, metavar="B")
+    for names, word, default, text in (
+        ("decode versus", "prompt", 512, "prompt tokens of the prefill"),
+        ("decode versus profile", "gen", 128, "tokens each sequence decodes"),
+        ("decode versus start", "repeat", 3, None),
+        ("decode versus profile", "batch", [1, 8, 32], "sequences at once"),
+        ("versus", "rounds", 3, None),
+    ):
+        many = {"nargs": "+"} if word == "batch" else {}
+        for name in names.split():
+            subs[name].add_argument(f"--{word}", type=value_of(count), default=default, metavar="N", help=text, **many)
     peer = "transformers, llama.cpp:PYTHON:FILE.gguf or a command that prints the keys of decode; may be repeated"
     subs["versus"].add_argument("--peer", action="append", required=True, metavar="P", help=peer)
-    subs["versus"].add_argument("--rounds", type=int, default=3, metavar="N")
     subs["perplexity"].add_argument("--text", metavar="FILE", help="another text than data/alice.txt")
     claims.add_flags(subs["claims"])
     args = parser.parse_args(argv)
-    args.given = given(args.parser, argv[1:], args)
-    for name in ("prompt", "gen", "repeat", "rounds", "threads"):
-        if (value := getattr(args, name, None)) is not None and value < 1:
-            parser.error(f"--{name} must be at least 1, got {value}")
-    batches = getattr(args, "batch", [1])
-    if min(batches) < 1:
-        parser.error(f"--batch takes sizes of at least 1, got {batches}")
+    args.given, batches = given(args.parser, argv[1:], args), getattr(args, "batch", [1])
     check_given(args)
-    if "max_num_seqs" not in args.given:
-        args.max_num_seqs = max(args.max_num_seqs, *batches)
-    if "max_num_batched_tokens" not in args.given:
-        args.max_num_batched_tokens = max(args.max_num_batched_tokens, getattr(args, "prompt", 1), *batches)
+    for name, least in (("max_num_seqs", 1), ("max_num_batched_tokens", getattr(args, "prompt", 1))):
+        if name not in args.given:
+            setattr(args, name, max(getattr(args, name), least, *batches))
     args.forwarded = engine_flags(args)
     return args
 
@@ -178,8 +172,7 @@ def engine_flags(args: argparse.Namespace) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] and argv[0] in OTHERS:
-        simulated = argv[0] == "simulate" and "--cost" not in argv
-        return OTHERS[argv[0]][0](["--simulate", *argv[1:]] if simulated else argv[1:])
+        return OTHERS[argv[0]][0](argv[1:])
     args = parse_arguments(argv)
     run, as_text, _ = COMMANDS[args.command]
     result = run(args)

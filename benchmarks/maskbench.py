@@ -2,9 +2,9 @@
 
     python bench.py maskbench DIR [--model smollm2] [--json]
 
-Each file of DIR holds a schema and instances, some valid and some not. A schema is right when every valid instance, as
-the tokenizer writes it, can be generated to its end, and no invalid one can. Along the valid instances each mask is
-timed. What is refused counts as not compiled; a server answers it with an error, never with free text.
+Each file of DIR holds a schema and instances. A schema is right when every valid instance, as the tokenizer writes it,
+can be generated to its end, and no invalid one can. Along the valid ones each mask is timed. A schema that is refused
+counts as not compiled: a server answers it with an error, never with free text.
 
 Source: guidance-ai/jsonschemabench, `maskbench/data`. Left out: its time limits, and other engines.
 """
@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from automata import GrammarError
+from benchmarks.figures import lines
 from checkpoint import open_checkpoint
 from formats.command_line import as_command
 from structured import Guides
@@ -25,7 +26,7 @@ from tokenizer import Tokenizer
 
 
 def judge(guides: Guides, case: dict) -> dict | None:
-    """One file: seconds to compile, microseconds of each mask, and which instances were judged wrongly."""
+    """One file: seconds to compile, microseconds of each mask, and how many instances were judged wrongly."""
     began = time.perf_counter()
     try:
         start, _ = guides.compile("json_schema", json.dumps(case["schema"]))
@@ -39,8 +40,7 @@ def judge(guides: Guides, case: dict) -> dict | None:
                 began = time.perf_counter()
                 matcher.allowed()
                 result["masks_us"].append((time.perf_counter() - began) * 1e6)
-            allowed = allowed and matcher.advance(token)
-            if not allowed:
+            if not (allowed := matcher.advance(token)):
                 break
         allowed = allowed and matcher.may_end
         result["too_strict"] += test["valid"] and not allowed
@@ -52,19 +52,19 @@ def measure(folder: Path, model: str) -> dict:
     tokenizer = Tokenizer.from_checkpoint(open_checkpoint(model))
     guides = Guides(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)
     guides.compile("json_schema", "{}")  # the vocabulary is prepared before
-    files = sorted(folder.glob("*.json"))
-    if not files:
+    results = [judge(guides, json.loads(file.read_text(encoding="utf-8"))) for file in sorted(folder.glob("*.json"))]
+    if not results:
         raise ValueError(f"{folder} holds no .json files; download maskbench/data of guidance-ai/jsonschemabench")
-    results = [judge(guides, json.loads(file.read_text(encoding="utf-8"))) for file in files]
     compiled = [result for result in results if result is not None]
+    masks = [us for result in compiled for us in result["masks_us"]]
     return {
         "schemas": len(results),
         "compiled": len(compiled),
         "right": sum(not result["too_strict"] and not result["too_lenient"] for result in compiled),
         "refuse_a_valid_instance": sum(result["too_strict"] > 0 for result in compiled),
         "accept_an_invalid_instance": sum(result["too_lenient"] > 0 for result in compiled),
-        "compile_ms": round(statistics.median(result["compile_s"] for result in compiled) * 1e3, 3),
-        "mask_us": round(statistics.median(us for result in compiled for us in result["masks_us"]), 1),
+        "compile_ms": round(statistics.median(r["compile_s"] for r in compiled) * 1e3, 3) if compiled else None,
+        "mask_us": round(statistics.median(masks), 1) if masks else None,
     }
 
 
@@ -76,5 +76,5 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     figures = measure(args.folder, args.model)
-    print(json.dumps(figures) if args.json else "\n".join(f"{name:28} {value}" for name, value in figures.items()))
+    print(json.dumps(figures) if args.json else lines(figures))
     return 0

@@ -5,17 +5,12 @@
     python bench.py versus --peer transformers --peer llama.cpp:PYTHON:model.gguf --quant int4 --compile --threads 2
 
 The problem. A ratio between two programs means something only if both did the same work: the same weights, threads and
-prompts, prefill and decode apart, and neither burdened with what the other leaves out.
-
-The idea. One protocol, implemented by a class of a few lines for each engine, and one JSON line in the keys of
-`bench.py decode`. Prompts come from `random_prompt`, which `bench.py` uses too.
+prompts, prefill and decode apart. So each engine is a class with two methods, driven by its own fastest loop:
 
     prefill(prompt)          seconds from the prompt to the logits of its last token
     decode(prompts, steps)   seconds of `steps` greedy tokens for all prompts together, after their prompts
 
-Each engine is driven by its own fastest loop, without the scheduling, sampling and text of `bench.py decode`.
-transformers computes in float32 on the dequantised weights, llama.cpp on the blocks of its file. llama.cpp lives in an
-environment without torch: this file imports nothing heavy before it is needed there.
+llama.cpp lives in an environment without torch: this file imports nothing heavy before it is needed.
 Left out: transformers with torch.compile; llama.cpp's server, which `bench.py serve --url` loads.
 """
 
@@ -30,12 +25,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 if __name__ == "__main__":  # run as a script, perhaps by another program's Python: import from the root
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from benchmarks.figures import ratios, table  # noqa: E402
 from formats.command_line import as_command, warn  # noqa: E402
 
 
@@ -64,25 +59,23 @@ class Transformers:
         self.cache_argument = "cache" if "cache" in takes else "past_key_values"  # the older name
 
     def prefill(self, prompt: list[int]) -> float:
-        ids = self.torch.tensor([prompt])
-        with self.torch.inference_mode():
-            start = time.perf_counter()
-            self._next(ids, self.new_cache())
-            return time.perf_counter() - start
+        ids, start = self.torch.tensor([prompt]), time.perf_counter()
+        self._next(ids, self.new_cache())
+        return time.perf_counter() - start
 
     def decode(self, prompts: list[list[int]], steps: int) -> float:
-        cache, ids = self.new_cache(), self.torch.tensor(prompts)
-        with self.torch.inference_mode():
+        cache = self.new_cache()
+        ids = self._next(self.torch.tensor(prompts), cache)
+        start = time.perf_counter()
+        for _ in range(steps):
             ids = self._next(ids, cache)
-            start = time.perf_counter()
-            for _ in range(steps):
-                ids = self._next(ids, cache)
-            return time.perf_counter() - start
+        return time.perf_counter() - start
 
     def _next(self, ids, cache):
         """ids [B, T] -> the greedy next tokens [B, 1]."""
-        logits = self.model(ids, logits_to_keep=1, **{self.cache_argument: cache}).logits
-        return logits[:, -1].argmax(-1, keepdim=True)
+        with self.torch.inference_mode():
+            logits = self.model(ids, logits_to_keep=1, **{self.cache_argument: cache}).logits
+            return logits[:, -1].argmax(-1, keepdim=True)
 
 
 def hf_model(ckpt):
@@ -90,29 +83,16 @@ def hf_model(ckpt):
     import torch
     import transformers
 
-    c = ckpt.config
-    scaling = dict(c.rope_scaling or {"rope_type": "default"})
-    if scaling["rope_type"] == "llama3_factors":
+    from formats.quantized_folder import hf_config
+
+    if (ckpt.config.rope_scaling or {}).get("rope_type") == "llama3_factors":
         raise ValueError("transformers cannot take the rotary divisors of this GGUF file: use the original folder")
-    if c.architecture == "gemma3":
-        raise ValueError("a gemma3 cannot be compared with transformers: use another family, or another peer")
-    name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[c.architecture]
-    window = next((w for w in c.sliding_window if w), None)
-    config = getattr(transformers, f"{name}Config")(
-        vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
-        num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads,
-        head_dim=c.head_dim, rms_norm_eps=c.rms_norm_eps, max_position_embeddings=c.max_position_embeddings,
-        tie_word_embeddings=c.tie_word_embeddings, attention_bias=c.o_bias, mlp_bias=c.mlp_bias,
-        sliding_window=window, use_sliding_window=window is not None,
-        layer_types=["sliding_attention" if w else "full_attention" for w in c.sliding_window],
-        rope_theta=c.rope_theta, rope_scaling=scaling, rope_parameters=scaling | {"rope_theta": c.rope_theta},
-        bos_token_id=c.bos_token_id, eos_token_id=list(c.eos_token_ids), pad_token_id=None,
-    )  # fmt: skip
-    model = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
+    if ckpt.quant is not None:
+        raise ValueError(f"transformers cannot take the integers in {ckpt.path}: use the original model")
+    config = transformers.AutoConfig.for_model(**hf_config(ckpt.config))
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     weights = {name: ckpt.tensor(name).to(torch.float32, copy=True) for name in ckpt.names()}
-    missing, unknown = model.load_state_dict(weights, strict=False)
-    if unknown or set(missing) - {"lm_head.weight"} or (missing and not c.tie_word_embeddings):
-        raise ValueError(f"transformers' {name} wants other tensors than {ckpt.path} has: {missing or unknown}")
+    model.load_state_dict(weights, strict=not ckpt.config.tie_word_embeddings)
     model.tie_weights()
     return model
 
@@ -140,6 +120,25 @@ class LlamaCpp:
         self.context = lib.llama_init_from_model(handle, options)
         self.memory, self.batch = lib.llama_get_memory(self.context), lib.llama_batch_init(options.n_batch, 0, 1)
 
+    def prefill(self, prompt: list[int]) -> float:
+        start = time.perf_counter()
+        self._fill([prompt])
+        return time.perf_counter() - start
+
+    def decode(self, prompts: list[list[int]], steps: int) -> float:
+        """The prompts' tokens over again: which tokens are computed costs nothing, choosing them would."""
+        self._fill(prompts)
+        width, start = len(prompts[0]), time.perf_counter()
+        for i in range(width, width + steps):
+            self._run([(prompt[i % width], i, s, True) for s, prompt in enumerate(prompts)])
+        return time.perf_counter() - start
+
+    def _fill(self, prompts: list[list[int]]) -> None:
+        """Forget everything, then compute the prompts."""
+        self.lib.llama_memory_clear(self.memory, True)
+        for s, prompt in enumerate(prompts):
+            self._run([(token, i, s, i == len(prompt) - 1) for i, token in enumerate(prompt)])
+
     def _run(self, rows: list[tuple[int, int, int, bool]]) -> None:
         """One pass over rows of (token, position, sequence, whether it needs logits)."""
         batch = self.batch
@@ -151,28 +150,8 @@ class LlamaCpp:
             raise ValueError(f"llama.cpp failed on a batch of {len(rows)} tokens")
         self.lib.llama_synchronize(self.context)
 
-    def _fill(self, prompts: list[list[int]]) -> None:
-        """Forget everything, then compute the prompts."""
-        self.lib.llama_memory_clear(self.memory, True)
-        for s, prompt in enumerate(prompts):
-            self._run([(token, i, s, i == len(prompt) - 1) for i, token in enumerate(prompt)])
 
-    def prefill(self, prompt: list[int]) -> float:
-        start = time.perf_counter()
-        self._fill([prompt])
-        return time.perf_counter() - start
-
-    def decode(self, prompts: list[list[int]], steps: int) -> float:
-        """The prompts' tokens over again: which tokens are computed costs nothing, choosing them would."""
-        self._fill(prompts)
-        width = len(prompts[0])
-        start = time.perf_counter()
-        for i in range(width, width + steps):
-            self._run([(prompt[i % width], i, s, True) for s, prompt in enumerate(prompts)])
-        return time.perf_counter() - start
-
-
-ENGINES: dict[str, Callable] = {"transformers": Transformers, "llama.cpp": LlamaCpp}
+ENGINES = {"transformers": Transformers, "llama.cpp": LlamaCpp}
 
 
 def measure(args: argparse.Namespace) -> dict:
@@ -180,21 +159,17 @@ def measure(args: argparse.Namespace) -> dict:
     start = time.perf_counter()
     length = max(args.prompt, max(args.batch) * (16 + args.gen)) + 256
     engine = ENGINES[args.engine](args.model, args.threads, max(args.batch), length)
-    load_s = time.perf_counter() - start
+    load_s, long = time.perf_counter() - start, random_prompt(engine.vocab_size, args.prompt, 0)
 
-    def prompts(n: int, length: int) -> list[list[int]]:
-        return [random_prompt(engine.vocab_size, length, seed) for seed in range(n)]
+    def decode_rate(batch: int) -> float:
+        prompts = [random_prompt(engine.vocab_size, 16, seed) for seed in range(batch)]
+        return round(batch * args.gen / engine.decode(prompts, args.gen), 1)
 
-    (long,) = prompts(1, args.prompt)
     engine.prefill(long)  # warm-up
-    prefill = [args.prompt / engine.prefill(long) for _ in range(args.repeat)]
-    decode = {
-        b: [b * args.gen / engine.decode(prompts(b, 16), args.gen) for _ in range(args.repeat)] for b in args.batch
-    }
     return {
         "load_s": round(load_s, 3),
-        "prefill_tok_s": [round(rate, 1) for rate in prefill],
-        "decode_tok_s": {str(b): [round(rate, 1) for rate in rates] for b, rates in decode.items()},
+        "prefill_tok_s": [round(args.prompt / engine.prefill(long), 1) for _ in range(args.repeat)],
+        "decode_tok_s": {str(b): [decode_rate(b) for _ in range(args.repeat)] for b in args.batch},
     }
 
 
@@ -259,31 +234,23 @@ def medians_of(name: str, command: list[str], batches: list[int]) -> dict[str, f
 
 def in_turn(ours: list[str], peers: dict[str, list[str]], sizes: list[str], batches: list[int], rounds: int) -> dict:
     """Run our program and the peers in turn: {row: {"vitrine": tok/s, "peers": {name: {tok_s, ratio, ratios}}}}."""
-    taken: list[dict[str, dict]] = []
+    taken: dict[str, list[dict]] = {name: [] for name in ("vitrine", *peers)}
     for i in range(rounds):
-        taken.append({})
         for name, command in {"vitrine": ours, **peers}.items():
             warn(f"round {i + 1}/{rounds}: {name} ...")
-            taken[-1][name] = medians_of(name, [*command, *sizes], batches)
+            taken[name].append(medians_of(name, [*command, *sizes], batches))
     rows = {}
-    for row in taken[0]["vitrine"]:
-        rates = {name: [rates[name][row] for rates in taken] for name in taken[0]}
-        rows[row] = {"vitrine": statistics.median(rates["vitrine"]), "peers": {}}
-        for name in peers:
-            ratios = [round(a / b, 2) for a, b in zip(rates["vitrine"], rates[name], strict=True)]
-            rate, ratio = statistics.median(rates[name]), statistics.median(ratios)
-            rows[row]["peers"][name] = {"tok_s": rate, "ratio": ratio, "ratios": ratios}
+    for row in taken["vitrine"][0]:
+        rates = {name: [rates[row] for rates in taken[name]] for name in taken}
+        own = rates.pop("vitrine")
+        beside = {name: {"tok_s": statistics.median(r)} | ratios(own, r) for name, r in rates.items()}
+        rows[row] = {"vitrine": statistics.median(own), "peers": beside}
     return rows
 
 
-def table(rows: dict) -> str:
-    lines = []
-    for name in next(iter(rows.values()))["peers"]:
-        lines.append(f"{'tok/s':12} {'vitrine':>9} {name:>16}   ratio (of each round)")
-        for row, r in rows.items():
-            peer = r["peers"][name]
-            lines.append(f"{row:12} {r['vitrine']:9.1f} {peer['tok_s']:16.1f}   {peer['ratio']:.2f} {peer['ratios']}")
-    return "\n".join(lines)
+def versus_table(rows: dict) -> str:
+    beside = [(row, r["vitrine"], name, peer) for row, r in rows.items() for name, peer in r["peers"].items()]
+    return table([{"tok/s": row, "vitrine": ours, "peer": name} | peer for row, ours, name, peer in beside])
 
 
 @as_command

@@ -4,14 +4,12 @@
     python bench.py profile --quant int4 --compile   milliseconds of one decode step: planning, kernels, sampling
     python bench.py start --quant int4 --compile     seconds from the command to its first token
 
-Perplexity is exp of the mean negative log-probability of a text, token by token; a rise of 1 % means the model is as
-surprised as if it had 1.01 times as many equally likely choices. The text is the opening of "Alice's Adventures in
-Wonderland" (Lewis Carroll, 1865) in data/alice.txt, scored by the engine's own prompt_logprobs, so what is measured is
-what is served. It is short: compare the rows, do not quote one alone.
+Perplexity is exp of the mean negative log-probability of a text, here the opening of "Alice's Adventures in Wonderland"
+(Lewis Carroll, 1865), scored by the engine's own prompt_logprobs: what is measured is what is served. A rise of 1 % is
+as much surprise as 1.01 times as many equally likely choices. The text is short: compare rows, do not quote one alone.
 
-The profile wraps the parts of Engine.step with clocks. Kernels are timed one kind at a time over all layers, recorded
-as a tape of their own, with a full step between two runs so that no weight is still in a cache from the run before.
-Left out: the time of torch's own operations one by one, which torch.profiler shows.
+The profile puts clocks around the parts of Engine.step. To see into the model's part, a step is recorded as a tape, and
+its operations are replayed one kind at a time over all layers. Left out: torch's own operations, one by one.
 """
 
 from __future__ import annotations
@@ -20,19 +18,24 @@ import argparse
 import math
 import shlex
 import statistics
+import struct
 import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
 import engine as engine_module
 import kernels
+from benchmarks.figures import table
 from benchmarks.lab import answer_of
+from compiled import ModelRunner
 from generate import LLM, engine_arguments
+from native.tape import Operation
 from sampling import SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,8 +47,7 @@ def perplexity(llm: LLM, ids: list[int]) -> float:
     (output,) = llm.generate([ids], SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=0))
     if output.outputs[0].error:
         raise ValueError(f"the text cannot be scored: {output.outputs[0].error}")
-    scores = [score.logprob for score in output.prompt_logprobs[1:]]
-    return math.exp(-sum(scores) / len(scores))
+    return math.exp(-statistics.fmean(score.logprob for score in output.prompt_logprobs[1:]))
 
 
 def perplexities(args: argparse.Namespace) -> dict:
@@ -63,19 +65,16 @@ def perplexities(args: argparse.Namespace) -> dict:
         llm = LLM(**(options | {"compile": False, "prefix_cache": "none"} | changed))
         ids = llm.tokenizer.encode(text)[: llm.max_model_len - 1]
         if len(ids) < 2:
-            raise ValueError(
-                f"{file} has {len(ids)} tokens in a context of {llm.max_model_len}: at least 2 are needed, since the "
-                "first is not scored"
-            )
+            raise ValueError(f"--text {file} has {len(ids)} tokens: at least 2 are needed, the first is not scored")
         results[name] = {"perplexity": perplexity(llm, ids), "tokens": len(ids), "weight_bytes": llm.model.weight_bytes}
     return results
 
 
-def table(results: dict) -> str:
+def quality_table(results: dict) -> str:
     base = results["dense"]["perplexity"]
-    rises = {name: f"{row['perplexity'] / base - 1:+.2%}" for name, row in results.items()}
-    sizes = {name: f"{row['weight_bytes'] / 1e6:6.1f} MB, {row['tokens']} tokens" for name, row in results.items()}
-    return "\n".join(f"{n:28} {r['perplexity']:8.4f} {rises[n]:>8}   {sizes[n]}" for n, r in results.items())
+    return table(
+        [{"weights": n} | row | {"rise": f"{row['perplexity'] / base - 1:+.2%}"} for n, row in results.items()]
+    )
 
 
 def start(args: argparse.Namespace) -> dict[str, list[float]]:
@@ -84,136 +83,83 @@ def start(args: argparse.Namespace) -> dict[str, list[float]]:
     threads = ["--threads", str(args.threads)] if args.threads else []
     command = [sys.executable, str(ROOT / "generate.py"), *args.forwarded, *threads]
     command += ["--prompt", prompt, "--max-tokens", "4"]
-    for round_ in range(args.repeat + 1):
+    for _ in range(args.repeat + 1):
         began = time.perf_counter()
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
             n_bytes = len(child.stdout.read(len(prompt) + 1))
-            first = time.perf_counter() - began
+            seconds["first_token_s"].append(time.perf_counter() - began)
             child.stdout.read()
-        end = time.perf_counter() - began
+        seconds["end_s"].append(time.perf_counter() - began)
         if child.returncode or n_bytes <= len(prompt):
             raise ValueError(f"no token came: run {shlex.join(command)} to see why")
+        began = time.perf_counter()
         subprocess.run([sys.executable, "-c", "import torch"], check=True)
-        if round_:  # the first one warms the caches
-            torch_alone = time.perf_counter() - began - end
-            for times, value in zip(seconds.values(), (first, end, torch_alone), strict=True):
-                times.append(round(value, 3))
-    return seconds
-
-
-def start_table(seconds: dict) -> str:
-    names = {name: name.removesuffix("_s").replace("_", " ") for name in seconds}
-    return "\n".join(f"{names[n]:12} {statistics.median(times):6.2f} s   {times}" for n, times in seconds.items())
+        seconds["import_torch_s"].append(time.perf_counter() - began)
+    return {name: [round(value, 3) for value in times[1:]] for name, times in seconds.items()}  # the first fills caches
 
 
 def profile(llm: LLM, batch: int, steps: int) -> dict[str, dict]:
-    """{"step": its parts, "kernels": those of native kernels over quantised weights}"""
-    parts = {"step": profile_step(llm, batch, steps)}
-    if kernels.backend() == "native" and llm.options.quant and llm.model.dtype == torch.float32:
-        parts["kernels"] = profile_kernels(llm, batch, 16 + steps)
-    return parts
+    """{"step": ms of its parts, "kernels": those of native kernels over quantised weights}, medians over the steps."""
+    spent, samples, last, engine = defaultdict(float), defaultdict(list), {}, llm.engine
 
-
-def profile_table(result: dict) -> str:
-    lines = []
-    for batch, parts in result.items():
-        rows = sorted(parts["step"].items(), key=lambda item: -item[1])
-        lines.append(f"decode step, {batch} sequences: {parts['step']['whole step']:.3f} ms")
-        lines += [f"  {name:24} {ms:8.3f} ms" for name, ms in rows if name != "whole step"]
-        for name, (ms, rate) in parts.get("kernels", {}).items():
-            lines.append(f"    {name:22} {ms:8.3f} ms" + (f"  {rate:5.1f} GB/s" if rate else ""))
-    return "\n".join(lines)
-
-
-def profile_step(llm: LLM, batch: int, steps: int) -> dict[str, float]:
-    """Median milliseconds of the parts of a decode step over `steps` steps of `batch` sequences."""
-    spent, samples, engine = defaultdict(float), defaultdict(list), llm.engine
-
-    def clocked(owner, name: str, part: str) -> Callable[[], None]:
-        inner = getattr(owner, name)
-
+    def clocked(part: str, inner):
         def outer(*args, **kwargs):
-            start = time.perf_counter()
+            start, last[part] = time.perf_counter(), args
             try:
                 return inner(*args, **kwargs)
             finally:
                 spent[part] += time.perf_counter() - start
 
-        setattr(owner, name, outer)
-        return lambda: setattr(owner, name, inner)
+        return outer
 
-    restore = [
-        clocked(engine.scheduler, "schedule", "schedule"),
-        clocked(engine_module, "lay_out", "lay out the run"),
-        clocked(engine.runner, "run", "model"),
-        clocked(engine_module, "sample", "sample"),
-        clocked(engine, "accept", "accept (text, stops)"),
-    ]
     requests = [llm.add([100 + i] * 16, answer_of(steps + 2)) for i in range(batch)]
-    try:
+    with ExitStack() as clocks:
+        for owner, name, part in (
+            (engine.scheduler, "schedule", "schedule"),
+            (engine_module, "lay_out", "lay out the run"),
+            (engine.runner, "run", "model"),
+            (engine_module, "sample", "sample"),
+            (engine, "accept", "accept (text, stops)"),
+        ):
+            clocks.enter_context(patch.object(owner, name, clocked(part, getattr(owner, name))))
         while any(len(request.answers[0].token_ids) < 2 for request in requests):
             engine.step()
         while engine.has_work:
             spent.clear()
-            start = time.perf_counter()
-            engine.step()
-            spent["whole step"] = time.perf_counter() - start
+            clocked("whole step", engine.step)()
             for part, seconds in spent.items():
                 samples[part].append(seconds)
-    finally:
-        for undo in restore:
-            undo()
     parts = {part: statistics.median(values) * 1e3 for part, values in samples.items()}
-    return parts | {"the rest": 2 * parts["whole step"] - sum(parts.values())}
+    result = {"step": parts | {"the rest": 2 * parts["whole step"] - sum(parts.values())}}
+    if kernels.backend() == "native" and llm.options.quant and llm.model.dtype == torch.float32:
+        result["kernels"] = profile_kernels(llm, *last["model"])
+    return result
 
 
 @torch.inference_mode()
-def profile_kernels(llm: LLM, batch: int, context: int, repeats: int = 20) -> dict[str, tuple[float, float]]:
-    """{kernel: (ms over all layers, GB/s of weights)} of a decode step; native kernels and quantised weights only."""
-    model, config, ops = llm.model, llm.config, torch.ops.vitrine
-    first = model.layers[0]
-    parts = {"qkv": first.attention.qkv, "o": first.attention.o, "down": first.mlp.down}
-    rows = {name: torch.randn(batch, part.in_features) for name, part in parts.items()}
-    heads = torch.randn(batch, config.num_heads, config.head_dim)
-    qkv = torch.randn(batch, first.attention.qkv.out_features)
-    blocks = -(-context // llm.kv.block_size)
-    tables = torch.arange(1, 1 + batch * blocks, dtype=torch.int32).view(batch, blocks) % llm.kv.num_blocks
-    starts = torch.arange(batch + 1, dtype=torch.int32)
-    lens = torch.full((batch,), context, dtype=torch.int32)
-    positions = torch.full((batch,), context - 1)
-    slots = tables[:, -1].long() * llm.kv.block_size + (context - 1) % llm.kv.block_size
-    caches = llm.kv.layers
-    scale = config.head_dim**-0.5
-    x, eps = rows["qkv"], config.rms_norm_eps
-    work = {
-        "norm + qkv": lambda: [la.attention.qkv(x, norm_weight=la.attn_norm, eps=eps) for la in model.layers],
-        "rope + cache write": lambda: [
-            ops.rope_write_kv(qkv, positions, model.cos_sin[0], k, v, slots, config.num_heads) for k, v in caches
-        ],
-        "attention": lambda: [ops.paged_attention(heads, k, v, tables, starts, lens, scale) for k, v in caches],
-        "o + residual": lambda: [la.attention.o(rows["o"], residual=x) for la in model.layers],
-        "norm + gate, up + silu": lambda: [
-            la.mlp.gate_up(x, norm_weight=la.mlp_norm, eps=eps, silu_gate=True) for la in model.layers
-        ],
-        "down + residual": lambda: [la.mlp.down(rows["down"], residual=x) for la in model.layers],
-        "head": lambda: model.head(x),
-    }
-    read = {
-        "norm + qkv": sum(layer.attention.qkv.weight_bytes for layer in model.layers),
-        "o + residual": sum(layer.attention.o.weight_bytes for layer in model.layers),
-        "norm + gate, up + silu": sum(layer.mlp.gate_up.weight_bytes for layer in model.layers),
-        "down + residual": sum(layer.mlp.down.weight_bytes for layer in model.layers),
-        "head": model.head.weight_bytes,
-    }
-    tapes = {}
-    for name, run in work.items():
-        with kernels.record() as tapes[name]:
-            run()
-    times: dict[str, list[float]] = defaultdict(list)
+def profile_kernels(llm: LLM, batch, repeats: int = 20) -> dict[str, tuple[float, float]]:
+    """{operation: (ms over all layers, GB/s of weights)} of a step; native kernels and quantised weights only."""
+    with kernels.record() as tape:
+        ModelRunner(llm.model, llm.kv).run(batch)
+    kinds, times = defaultdict(list), defaultdict(list)
+    for words in tape.words:
+        (number,) = struct.unpack_from("q", words)
+        kinds[Operation.declared[number].name.lower()].append(words)
     for _ in range(repeats):
-        for name, tape in tapes.items():
+        for kind, words in kinds.items():
+            tape.run = b"".join(words)
             start = time.perf_counter()
             tape.replay()
-            times[name].append(time.perf_counter() - start)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    return {name: (seconds * 1e3, read.get(name, 0) / seconds / 1e9) for name, seconds in medians.items()}
+            times[kind].append(time.perf_counter() - start)
+    medians = {kind: statistics.median(values) for kind, values in times.items()}
+    read = {"linear": llm.model.step_bytes / 1e9}
+    return {kind: (seconds * 1e3, read.get(kind, 0) / seconds) for kind, seconds in medians.items()}
+
+
+def profile_table(result: dict) -> str:
+    tables = []
+    for batch, parts in result.items():
+        rows = [(name, ms, None) for name, ms in sorted(parts["step"].items(), key=lambda item: -item[1])]
+        rows += [(f"kernel: {name}", ms, rate or None) for name, (ms, rate) in parts.get("kernels", {}).items()]
+        tables.append(table([{f"{batch} sequences": name, "ms": ms, "GB/s": rate} for name, ms, rate in rows]))
+    return "\n\n".join(tables)

@@ -1,21 +1,14 @@
 """The floor: how fast this machine could possibly go, measured before anything is called fast.
 
-Decoding one token reads every weight byte and every live key and value once, and a processor cannot read faster than
-its memory delivers. So
+Decoding a token reads every weight and every live key and value once, and multiplies each weight with each prompt token
+once. A processor does neither faster than its memory delivers and its cores multiply, which is measured, not looked up:
 
-    tokens/s  <=  bandwidth / (weight bytes + KV bytes of the sequence)          the decode floor's reciprocal
+    decode    tokens/s  <=  bandwidth / (weight bytes + KV bytes of the sequence)
+    prefill   seconds   >=  2 x parameters x tokens / operations a second
 
-A figure in tokens/s alone says nothing; its share of this bound says how much is left to gain. The bandwidth is not
-looked up, it is measured here: read a buffer far larger than the caches, with as many threads as the engine uses. A
-model small enough to stay in the last-level cache can exceed 100 %: the bound is one for memory.
+A figure's share of its bound says how much is left to gain. A model that stays in the last-level cache can exceed it.
 
-Prefill has the other ceiling: each weight is multiplied with every token of the prompt, two operations a time, and a
-processor multiplies no faster than it does in one large matrix product, which is measured too:
-
-    seconds   >=  2 x parameters x tokens / operations a second                  the prefill floor
-
-Source: Williams et al., "Roofline" (CACM 2009); gpt-fast prints the achieved GB/s beside tok/s for the same reason.
-Left out: the operations of attention, and the bandwidth of the caches between memory and processor.
+Source: Williams et al., "Roofline" (CACM 2009). Left out: the operations of attention, the bandwidth of the caches.
 """
 
 from __future__ import annotations
@@ -29,7 +22,7 @@ import kernels
 
 
 def read_bandwidth(device: torch.device | str = "cpu", mebibytes: int = 256, repeats: int = 5) -> float:
-    """Bytes per second that a sum over a large buffer reads with the kernels' threads: the best of a few runs."""
+    """Bytes per second that a sum over a buffer far larger than the caches reads: the best of a few runs."""
     device = torch.device(device)
     if device.type == "cuda":
         mebibytes *= 8
@@ -38,9 +31,9 @@ def read_bandwidth(device: torch.device | str = "cpu", mebibytes: int = 256, rep
 
 
 def matrix_rate(dtype: torch.dtype, device: torch.device | str = "cpu", size: int = 1024, repeats: int = 10) -> float:
-    """Operations per second of a [size, size] product, a multiplication and an addition each: the best of a few runs.
+    """Operations per second (a multiplication and an addition each) of a [size, size] product: the best of a few runs.
 
-    `dtype` float32, bfloat16, float16 or int8 (summed in 32 bits, what products of quantised weights can do at most).
+    `dtype` is float32, bfloat16, float16 or int8, which is summed in 32 bits as products of quantised weights are.
     """
     a = torch.ones(size, size, dtype=dtype, device=device)
     product = torch._int_mm if dtype == torch.int8 else torch.mm
@@ -49,18 +42,16 @@ def matrix_rate(dtype: torch.dtype, device: torch.device | str = "cpu", size: in
 
 def best_time(work: Callable[[], object], repeats: int) -> float:
     """The least seconds of a few runs, on the kernels' threads, after one that is not counted."""
-    own = torch.get_num_threads()  # may be 1, so that torch leaves the processors to the kernels' threads
+    own, seconds = torch.get_num_threads(), []  # may be 1: torch leaves the processors to the kernels' threads
     torch.set_num_threads(kernels.threads())
     try:
-        work()
-        seconds = []
-        for _ in range(repeats):
+        for _ in range(1 + repeats):
             start = time.perf_counter()
             work()
             seconds.append(time.perf_counter() - start)
-        return min(seconds)
     finally:
         torch.set_num_threads(own)
+    return min(seconds[1:])
 
 
 def decode_floor(bandwidth: float, weight_bytes: float, kv_bytes: float) -> float:

@@ -4,19 +4,16 @@
     python bench.py size --params 8e9 --layers 32 --kv-heads 8 --head-dim 128 --context 8192 --concurrency 16 \\
         --quant int4 --kv-dtype fp16 --memory 24G --bandwidth 100 --gflops 2000
 
-The problem. "Will it fit, and how fast could it be?" is asked before a download, not after an out-of-memory error.
+The problem. "Will it fit, and how fast could it be?" is asked before a download, and of machines one does not have.
 
-The idea. Four formulas answer it. Only the two rates need a clock, and they can be given instead.
+The idea. Two formulas give the bytes, two the floors (benchmarks/roofline.py), whose rates are measured or given:
 
     weights         parameters x bits / 8, and 4 bytes of scale and minimum a group: int4 in groups of 32 is 5.0 bits
     KV of a token   2 x layers x kv_heads x head_dim x bytes of an element
-    decode          tokens/s <= batch x bandwidth / (weight bytes + KV bytes of the batch)
-    prefill         seconds  >= 2 x parameters of the layers x tokens / operations a second
 
-With --model the tensors are counted from the config. Without it, either the shape is given (--hidden, --intermediate,
---vocab) and counted, or --params, and every weight takes the bits of the scheme; --hidden and --vocab then say how
-large the 8-bit tables are. Source: Kwon et al. 2023, section 3.
-Left out: activations, the rotary table, Python and torch themselves.
+The tensors of --model, or of a shape given by --hidden, --intermediate and --vocab, are counted; of --params every
+weight takes the bits of the scheme. Source: Kwon et al. 2023, section 3. Left out: activations, the rotary table, what
+Python and torch take, and that embedding tables keep 8 bits where only --params is known.
 """
 
 from __future__ import annotations
@@ -31,6 +28,7 @@ from pathlib import Path
 import torch
 
 import kernels
+from benchmarks.figures import lines
 from benchmarks.roofline import decode_floor, matrix_rate, prefill_floor, read_bandwidth
 from checkpoint import Checkpoint, open_checkpoint
 from formats.command_line import as_command, flag, given, refuse_unused, value_of
@@ -43,7 +41,8 @@ from native.machine import usable_memory, usable_threads
 from quantize import SCHEMES, TABLES, Scheme, parse_scheme
 
 SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-GIB = 2**30
+COUNTED = ["hidden", "intermediate", "vocab", "heads", "tied"]  # a shape whose weights are counted
+SHAPE = ["params", "layers", "kv_heads", "head_dim", *COUNTED]
 
 
 @dataclass(frozen=True)
@@ -56,30 +55,21 @@ class Weights:
     step_bytes: int  # read in a decode step: all but the embedding table, unless that is the head as well
 
 
-def tensor_bytes(ckpt: Checkpoint, name: str, shape: tuple[int, ...], scheme: Scheme | None, dtype: torch.dtype) -> int:
-    """Bytes of one tensor as the loader will hold it."""
-    if scheme is None or len(shape) == 1:  # norms and biases stay dense
-        return math.prod(shape) * dtype.itemsize
-    parts = scheme_for(ckpt, [name], scheme).layout(*shape)
-    return sum(math.prod(size) * kind.itemsize for kind, size in parts.values())
-
-
-def stored_bytes(ckpt: Checkpoint, name: str, dtype: torch.dtype) -> int:
-    """Bytes of one tensor of a folder that quantize.py wrote: integers, or scales with 16 bits (a whole row's: 32)."""
-    shape = ckpt.shape(name)
-    kind = name.rpartition(".")[2]
-    whole_row = kind == "scales" and shape[1] == 1 and name.replace(".scales", ".mins") not in ckpt.names()
-    size = {"qweight": 1, "scales": 4 if whole_row else 2, "mins": 2}.get(kind, dtype.itemsize)
-    return math.prod(shape) * size
+def quantized_bytes(scheme: Scheme, rows: int, columns: int) -> int:
+    """Bytes of a weight [rows, columns]: codes, scales and minima."""
+    return sum(math.prod(shape) * dtype.itemsize for dtype, shape in scheme.layout(rows, columns).values())
 
 
 def count_weights(config: ModelConfig, ckpt: Checkpoint, quant: str | None, dtype: torch.dtype) -> Weights:
     """All tensors that a config demands, from their shapes. Raises ValueError as `resolve_scheme` does."""
-    shapes, scheme = tensor_shapes(config), resolve_scheme(ckpt, quant)
-    if ckpt.quant is None:
-        sizes = {name: tensor_bytes(ckpt, name, shape, scheme, dtype) for name, shape in shapes.items()}
-    else:
-        sizes = {name: stored_bytes(ckpt, name, dtype) for name in ckpt.names()}
+    shapes, scheme, sizes = tensor_shapes(config), resolve_scheme(ckpt, quant), {}
+    for name in shapes if ckpt.quant is None else ckpt.names():
+        if ckpt.quant is not None and not name.endswith((".weight", ".bias")):
+            sizes[name] = ckpt.tensor(name).nbytes  # codes, scales or minima, as they are stored
+        elif ckpt.quant is not None or scheme is None or len(shapes[name]) == 1:  # norms and biases stay dense
+            sizes[name] = math.prod(shapes[name]) * dtype.itemsize
+        else:
+            sizes[name] = quantized_bytes(scheme_for(ckpt, [name], scheme), *shapes[name])
     looked_up = 0 if config.tie_word_embeddings else sum(n for name, n in sizes.items() if "embed_tokens" in name)
     return Weights(
         sum(math.prod(shape) for shape in shapes.values()),
@@ -89,69 +79,44 @@ def count_weights(config: ModelConfig, ckpt: Checkpoint, quant: str | None, dtyp
     )
 
 
-def estimate_weights(parameters: int, table: int, tied: bool, scheme: Scheme | None, dtype: torch.dtype) -> Weights:
-    """Every parameter at the bits of the scheme, but the tables, of `table` weights each (0: unknown), at 8 bits."""
-    tables = table if tied else 2 * table
-    if tables >= parameters:
-        raise ValueError(f"--vocab x --hidden: the tables alone have {tables:,} weights, --params is {parameters:,}")
-    each = table_each = float(dtype.itemsize)  # bytes of a weight
-    if scheme is not None:
-        each, table_each = bits_of(scheme) / 8, bits_of(SCHEMES["int8"] if scheme.bits == 4 else scheme) / 8
-    nbytes = round((parameters - tables) * each + tables * table_each)
-    return Weights(parameters, parameters - tables, nbytes, nbytes - (0 if tied else round(table * table_each)))
-
-
-def bits_of(scheme: Scheme) -> float:
-    """Bits a weight in a long row, scales and minima counted."""
-    long = 4096
-    parts = scheme.layout(1, long).values()
-    return sum(math.prod(size) * kind.itemsize for kind, size in parts) * 8 / long
-
-
-def shape_of(args: argparse.Namespace) -> tuple[ModelConfig | None, Weights]:
-    """The weights of --model or of the shape that was given; of --params alone there is no config."""
-    dtype, scheme = DTYPES[args.dtype], parse_scheme(args.quant)
+def shape_of(args: argparse.Namespace) -> tuple[ModelConfig, Weights]:
+    """The model of --model, or of the numbers that were given, and its weights."""
+    dtype = DTYPES[args.dtype]
     if args.model:
         ckpt = open_checkpoint(args.model)
         return ckpt.config, count_weights(ckpt.config, ckpt, args.quant, dtype)
-    if args.params:
-        table = args.hidden * args.vocab if args.hidden and args.vocab else 0
-        return None, estimate_weights(round(args.params), table, args.tied, scheme, dtype)
     config = ModelConfig(
         architecture="llama", vocab_size=args.vocab, hidden_size=args.hidden, intermediate_size=args.intermediate,
-        num_layers=args.layers, num_heads=args.heads or args.hidden // args.head_dim, num_kv_heads=args.kv_heads,
-        head_dim=args.head_dim, rms_norm_eps=1e-5, rope_theta=1e4, rope_scaling=None,
-        max_position_embeddings=args.context, tie_word_embeddings=args.tied, qkv_bias=False, o_bias=False,
-        mlp_bias=False, qk_norm=False, sliding_window=(None,) * args.layers, bos_token_id=None, eos_token_ids=(),
-        dtype=args.dtype,
+        num_layers=args.layers, num_heads=args.heads or (args.hidden or 0) // args.head_dim,
+        num_kv_heads=args.kv_heads, head_dim=args.head_dim, rms_norm_eps=1e-5, rope_theta=1e4, rope_scaling=None,
+        max_position_embeddings=sys.maxsize, tie_word_embeddings=args.tied, sliding_window=(None,) * args.layers,
+        bos_token_id=None, eos_token_ids=(), dtype=args.dtype,
     )  # fmt: skip
-    return config, count_weights(config, Checkpoint(Path()), args.quant, dtype)  # a checkpoint without blocks
+    if args.params is None:
+        return config, count_weights(config, Checkpoint(Path()), args.quant, dtype)  # a checkpoint without blocks
+    each = quantized_bytes(parse_scheme(args.quant), 1, 4096) / 4096 if args.quant else dtype.itemsize
+    parameters, nbytes = round(args.params), round(args.params * each)
+    return config, Weights(parameters, parameters, nbytes, nbytes)
 
 
 def size(args: argparse.Namespace) -> dict:
     """The figures as --json prints them, also for a machine that is too small."""
     config, weights = shape_of(args)
-    layers, kv_heads, head_dim = args.layers, args.kv_heads, args.head_dim
-    context = args.context
-    if args.model:
-        layers, kv_heads, head_dim = config.num_layers, config.num_kv_heads, config.head_dim
-        most = config.max_position_embeddings
-        context = context or most
-        if context > most:
-            raise ValueError(f"--context {context:,}: this model takes at most {most:,} tokens")
-    kv_dtype = DTYPES[args.kv_dtype or args.dtype]
-    layout = (layers, args.block_size, kv_heads, head_dim, kv_dtype.itemsize)
-    per_token, per_block = block_bytes(layers, 1, *layout[2:]), block_bytes(*layout)
+    most = config.max_position_embeddings
+    context = args.context or most
+    if context > most:
+        raise ValueError(f"--context {context:,}: this model takes at most {most:,} tokens")
+    kv_dtype = args.kv_dtype or args.dtype
+    shape = config.num_kv_heads, config.head_dim, DTYPES[kv_dtype].itemsize
+    per_token, per_block = (block_bytes(config.num_layers, n, *shape) for n in (1, args.block_size))
     memory = args.memory or usable_memory()[0]
     pool = max(0, (memory - weights.nbytes) // per_block - 1)  # block 0 is padding
     each = blocks_needed(context, args.block_size)  # blocks of a request at full length
     kv_bytes = (args.concurrency * each + 1) * per_block
+    total = weights.nbytes + kv_bytes
     bandwidth, rate = measured_rates(args)
-    floors = {
-        b: b * decode_floor(bandwidth, weights.step_bytes, b * per_token * context) for b in (1, args.concurrency)
-    }
-    longest = pool // args.concurrency * args.block_size
     prefill_s = prefill_floor(rate, weights.layer_parameters, context)
+    floors = {b: decode_floor(bandwidth, weights.step_bytes, b * per_token * context) for b in (1, args.concurrency)}
     return {
         "model": args.model,
         "parameters": weights.parameters,
@@ -160,22 +125,22 @@ def size(args: argparse.Namespace) -> dict:
         "weight_bytes": weights.nbytes,
         "step_bytes": weights.step_bytes,
         "bits_per_weight": round(8 * weights.nbytes / weights.parameters, 3),
-        "kv_dtype": args.kv_dtype or args.dtype,
+        "kv_dtype": kv_dtype,
         "kv_bytes_per_token": per_token,
         "context": context,
         "kv_bytes_per_request": each * per_block,
         "concurrency": args.concurrency,
         "kv_bytes": kv_bytes,
-        "total_bytes": weights.nbytes + kv_bytes,
+        "total_bytes": total,
         "memory_bytes": memory,
-        "fits": weights.nbytes + kv_bytes <= memory,
-        "short_bytes": max(0, weights.nbytes + kv_bytes - memory),
+        "fits": total <= memory,
+        "short_bytes": max(0, total - memory),
         "pool_tokens": pool * args.block_size,
         "max_concurrency": pool // each,
-        "max_context": min(longest, config.max_position_embeddings) if args.model else longest,
+        "max_context": min(pool // args.concurrency * args.block_size, most),
         "bandwidth_gb_s": round(bandwidth / 1e9, 2),
         "gflops": round(rate / 1e9, 1),
-        "decode_floor_tok_s": {str(b): round(floor, 2) for b, floor in floors.items()},
+        "decode_floor_tok_s": {str(b): round(b * floor, 2) for b, floor in floors.items()},
         "prefill_floor_s": prefill_s,
         "prefill_floor_tok_s": round(context / prefill_s, 1),
     }
@@ -185,36 +150,22 @@ def measured_rates(args: argparse.Namespace) -> tuple[float, float]:
     """Bytes and operations per second: those given, else this machine's. Quantised products are summed as integers."""
     kernels.set_threads(args.threads or usable_threads()[0])
     bandwidth = args.bandwidth * 1e9 if args.bandwidth else read_bandwidth()
-    if args.gflops:
-        return bandwidth, args.gflops * 1e9
-    kind = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32  # few CPUs multiply in float16
-    return bandwidth, matrix_rate(torch.int8 if args.quant else kind)
+    dense = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32  # few CPUs multiply in float16
+    return bandwidth, args.gflops * 1e9 if args.gflops else matrix_rate(torch.int8 if args.quant else dense)
 
 
-def gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / 2**20:.1f} MiB"
+def as_text(figures: dict) -> str:
+    """The figures with bytes in GiB or MiB, and the verdict."""
 
+    def size(nbytes: int) -> str:
+        return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
 
-def table(f: dict) -> str:
-    """The figures as text."""
-    spare, several, context = f["memory_bytes"] - f["total_bytes"], str(f["concurrency"]), f"{f['context']:,}"
-    verdict = f"fits, {gib(spare)} to spare" if spare >= 0 else f"does not fit, short by {gib(-spare)}"
-    kv = [f"{f['kv_bytes_per_token'] / 1024:,.1f} KiB a token ({f['kv_dtype']})"]
-    kv += [f"{gib(f['kv_bytes_per_request'])} a request of {context} tokens", f"{gib(f['kv_bytes'])} for {several}"]
-    decode = [f"{floor:,.1f} tok/s for {batch}" for batch, floor in f["decode_floor_tok_s"].items()]
-    rows = {
-        "parameters": f"{f['parameters']:,}",
-        "weights": f"{gib(f['weight_bytes'])}, {f['quant'] or f['dtype']}: {f['bits_per_weight']:.2f} bits a weight",
-        "KV": ", ".join(kv),
-        "in all": f"{gib(f['total_bytes'])} of {gib(f['memory_bytes'])}: {verdict}",
-        "what fits": f"{f['max_concurrency']:,} requests of {context} tokens, or {several} of {f['max_context']:,}; "
-        f"{f['pool_tokens']:,} tokens in all"
-        + ("" if f["pool_tokens"] else ": take fewer bits a weight (--quant int8 or int4) or more --memory"),
-        "decode": f"at most {' and '.join(decode)} at full context ({f['bandwidth_gb_s']:,} GB/s)",
-        "prefill": f"at least {f['prefill_floor_s']:,.2f} s for {context} tokens, "
-        f"{f['prefill_floor_tok_s']:,.1f} tok/s ({f['gflops']:,} billion operations a second)",
-    }
-    return "\n".join(f"{name:12}{text}" for name, text in rows.items())
+    rows = {name: size(value) if "bytes" in name else value for name, value in figures.items()}
+    spare = size(figures["memory_bytes"] - figures["total_bytes"])
+    verdict = f"fits, {spare} to spare" if figures["fits"] else f"does not fit, short by {rows['short_bytes']}"
+    if not figures["pool_tokens"]:
+        verdict += ": take fewer bits a weight (--quant int8 or int4) or more --memory"
+    return f"{lines(rows)}\n{verdict}"
 
 
 # ---- the command
@@ -231,11 +182,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("bench.py size", description="What a model needs, and what fits.")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--model", metavar="M", help="a name, a folder, a .gguf file: counted, not loaded")
-    shape = parser.add_argument_group("a model that is not at hand")
-    shape.add_argument("--params", type=float, metavar="N", help="parameters, such as 8e9")
-    for name in ("layers", "kv-heads", "head-dim", "heads", "hidden", "intermediate", "vocab"):
-        shape.add_argument(f"--{name}", type=int, metavar="N")
-    shape.add_argument("--tied", action="store_true", help="the embedding table is the head as well")
+    parser.add_argument("--params", type=float, metavar="N", help="of a model not at hand: parameters, such as 8e9")
+    for name in SHAPE[1:-1]:
+        parser.add_argument(flag(name), type=int, metavar="N")
+    parser.add_argument("--tied", action="store_true", help="the embedding table is the head as well")
     parser.add_argument("--context", type=int, metavar="N", help="tokens of a request; default: all the model takes")
     parser.add_argument("--concurrency", type=int, default=1, metavar="C", help="requests at once")
     parser.add_argument("--quant", choices=list(SCHEMES))
@@ -249,47 +199,37 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--gflops", type=float, metavar="G", help="billion operations a second; default: measured here")
     parser.add_argument("--threads", type=int, metavar="N", help="of the two measurements")
     args = parser.parse_args(argv)
-    check(args)
-    unmeasured = "--bandwidth and --gflops leave nothing to measure; leave it out"
-    refuse_unused(given(parser, argv, args), (["threads"], not (args.bandwidth and args.gflops), unmeasured))
+    check(args, given(parser, argv, args))
     return args
 
 
-def check(args: argparse.Namespace) -> None:
-    """Refuse numbers that mean nothing and shapes that are given twice or in part."""
-    given = [name for name in ("params", "layers", "kv_heads", "head_dim", "heads", "hidden", "intermediate", "vocab")]
-    given = [name for name in given if getattr(args, name) is not None]
-    for name in (*given, "context", "concurrency", "block_size", "bandwidth", "gflops", "threads"):
+def check(args: argparse.Namespace, words: set[str]) -> None:
+    """Refuse numbers that mean nothing and shapes that are given twice or in part; `words`: the flags given."""
+    for name in words:
         value = getattr(args, name)
-        if value is not None and (not 0 < value < math.inf or (name == "params" and value < 1)):
+        if isinstance(value, (int, float)) and not (value >= 1 if name == "params" else value > 0) or value == math.inf:
             raise ValueError(f"{flag(name)} {value}: must be a positive number")
-    if args.model and (given or args.tied):
-        raise ValueError(f"--model has a shape of its own: leave out {', '.join(map(flag, given or ['tied']))}")
-    if args.model:
-        return
-    needed = ["layers", "kv_heads", "head_dim", "context"]
-    needed += [] if args.params else ["hidden", "intermediate", "vocab"]
-    missing = [flag(name) for name in needed if getattr(args, name) is None]
-    if missing:
+    needed = ["layers", "kv_heads", "head_dim", "context", *COUNTED[: 0 if args.params else 3]]
+    if missing := [flag(name) for name in needed if name not in words and not args.model]:
         raise ValueError(
             f"{', '.join(missing)} missing: give --model, or --layers --kv-heads --head-dim --context with either "
             "--params or --hidden --intermediate --vocab"
         )
-    if args.params and (args.intermediate or args.heads):
-        raise ValueError("--params says how many weights there are: leave out --intermediate and --heads")
+    refuse_unused(
+        words,
+        (SHAPE, not args.model, "--model has a shape of its own; leave it out"),
+        (COUNTED, args.params is None, "--params says how many weights there are; leave it out"),
+        (["threads"], not (args.bandwidth and args.gflops), "nothing is left to measure; leave it out"),
+    )
     if args.heads and args.heads % args.kv_heads:
         raise ValueError(f"--kv-heads {args.kv_heads}: must divide --heads {args.heads}, since query heads share them")
-    if args.params and (args.hidden is None) != (args.vocab is None):
-        raise ValueError("--hidden and --vocab together say how large the tables are: give both or none")
-    if args.tied and not args.vocab:
-        raise ValueError("--tied is about the tables: give --hidden and --vocab too")
 
 
 @as_command
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     figures = size(args)
-    print(json.dumps(figures) if args.json else table(figures))
+    print(json.dumps(figures) if args.json else as_text(figures))
     return 0
 
 

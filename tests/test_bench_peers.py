@@ -27,10 +27,10 @@ def weights_of(ckpt) -> dict[str, torch.Tensor]:
     return {name: ckpt.tensor(name).float() for name in ckpt.names()}
 
 
-@pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("arch", tiny.ARCHITECTURES)
 @pytest.mark.parametrize("container", ["folder", "GGUF"])
 def test_transformers_computes_our_model(arch, container, tmp_path):
-    extra = {} if arch == "qwen2" else {"tie_word_embeddings": arch == "qwen3"}
+    extra = {} if arch in ("qwen2", "gemma3") else {"tie_word_embeddings": arch == "qwen3"}
     path = tiny.hf_folder(tmp_path / "m", arch, **extra)
     if container == "GGUF":
         path = tiny.gguf_file(path, tmp_path / "m.gguf", "Q4_1")
