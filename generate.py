@@ -51,7 +51,7 @@ from radix import PREFIX_CACHES
 from request import Delta, Request, RequestOutput
 from sampling import SamplerState, SamplingParams, sample
 from scheduler import POLICIES, PREEMPTIONS
-from serving import terminal
+from serving import chat, terminal
 from speculative import NgramProposer
 from tokenizer import Tokenizer
 
@@ -440,7 +440,7 @@ def main(argv: list[str] | None = None) -> int:
     prompts = None if args.prompts_file is None else terminal.read_prompts(args.prompts_file)
     llm = LLM(**engine_arguments(args), quiet=False)
     if args.chat:
-        return terminal.run_chat(llm, args, params)
+        return chat.run_chat(llm, args.system, params)
     if prompts is not None:
         return terminal.run_file(llm, args, params, prompts)
     return terminal.run_prompt(llm, args, params)

@@ -1,14 +1,13 @@
-"""What a person at a terminal sees: an answer as it is made, a conversation, and figures beside their floor.
+"""What generate.py prints: an answer as it is made, many answers, and figures beside their floor.
 
 stdout carries the answer (with --json one JSON object), stderr everything else. The closing line and --json show the
 same numbers: time to the first token (TTFT), which arithmetic bounds, and time per later token (TPOT), which memory
-bounds, beside the decode floor of benchmarks/roofline.py. Left out: colours, and editing a conversation.
+bounds, beside the decode floor of benchmarks/roofline.py. Left out: colours.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import statistics
@@ -171,27 +170,3 @@ def run_file(llm, args: argparse.Namespace, params: SamplingParams, prompts: lis
         f"median TTFT {ttft * 1e3:.0f} ms{speculation(llm.stats())}"
     )
     return int(any(answer.error for output in outputs for answer in output.outputs))
-
-
-def run_chat(llm, args: argparse.Namespace, params: SamplingParams) -> int:
-    """A conversation on the terminal. Its KV stays in the prefix cache, so a turn computes only what is new."""
-    messages = [{"role": "system", "content": args.system}] if args.system else []
-    warn("An empty line or Ctrl-D ends the conversation, Ctrl-C an answer.")
-    while True:
-        text = ""
-        with contextlib.suppress(EOFError):
-            text = input("> ")
-        if not text.strip():
-            return 0
-        messages.append({"role": "user", "content": text})
-        try:
-            request = llm.add(llm.tokenizer.encode_chat(messages), params)
-        except ValueError as error:  # the conversation outgrew the context, say: keep it, drop only this turn
-            warn(f"error: {error}")
-            messages.pop()
-            continue
-        with contextlib.suppress(KeyboardInterrupt):
-            stream_answer(llm, request)
-        print()
-        messages.append({"role": "assistant", "content": request.answers[0].text})
-        warn(f"[{len(request.prompt_ids)} prompt tokens, {request.num_cached_tokens} of them cached]")

@@ -1,16 +1,20 @@
 """The command line: what it prints where, how it ends, which flags were given, and that it takes what LLM takes."""
 
 import argparse
+import ast
 import contextlib
 import dataclasses
 import io
 import json
 import os
+import pty
+import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 import urllib.request
 from pathlib import Path
@@ -71,6 +75,76 @@ def test_chat_keeps_its_prefix(folder, monkeypatch, capsys):
     assert call(folder, "--chat", "--max-tokens", "8", "--block-size", "4") == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if "of them cached" in line]
     assert len(lines) == 2 and "0 of them cached" in lines[0] and "0 of them cached" not in lines[1]
+
+
+def test_a_full_context_lets_the_oldest_turns_leave_and_a_new_conversation_begin(folder, monkeypatch, capsys):
+    small = ["--max-tokens", "8", "--ignore-eos", "--max-model-len", "100", "--system", "be the cat"]
+    for blocks, block_size in ((40, 16), (20, 4)):  # bounded by the model's context, and by the pool
+        lines = [*(f"the cat {i}" for i in range(9)), "the " * 100, "and now", "", "/new", "the dog"]
+        monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+        sizes = ["--num-blocks", str(blocks), "--block-size", str(block_size)]
+        assert call(folder, "--chat", *small, *sizes) == 0
+        err = capsys.readouterr().err.splitlines()
+        lengths = [int(line[1:].split()[0]) for line in err if "of them cached" in line]
+        assert len(lengths) == 11 and any("messages have left it" in line for line in err)
+        assert sum(line.startswith("error: prompt of") for line in err) == 1  # alone, and the others stayed
+        assert lengths[9] > lengths[0] and lengths[10] <= lengths[0] < max(lengths) <= min(100, blocks * block_size)
+
+
+TYPED = {
+    "the cat\n": "the cat",
+    "a cat\x1b[D\x1b[D\x1b[DX\x7fthe \n": "a the cat",  # arrows and backspace
+    "\n": None,
+    "\x1b[200~def f():\r\r    1\x1b[201~\r": "def f():\n\n    1",
+    "x" * 6000 + "\n": "x" * 6000,
+    '"""a\n\n  b\n"""\n': "a\n\n  b",
+    '""" one """\n': " one ",
+    "/new\n": None,
+    "é 😀\n": "é 😀",
+}
+
+
+@pytest.mark.parametrize(
+    "term, out, ahead", [("xterm", "terminal", False), ("dumb", "terminal", True), ("xterm", "file", False)]
+)
+def test_what_is_typed_or_pasted_arrives_as_it_is(tmp_path, term, out, ahead):
+    code = f"""import sys, time; sys.path.insert(0, {str(ROOT)!r})
+from serving import chat
+def ask(llm, messages, params, first):
+    time.sleep({0.3 * ahead})
+    with open("got", "a") as got: got.write(repr(messages[-1]["content"]) + "\\n")
+    raise ValueError("next")
+chat.ask = ask
+sys.exit(chat.run_chat(None, None, None))"""
+    keyboard, terminal = pty.openpty()
+    before = termios.tcgetattr(terminal)
+    file = open(tmp_path / "out", "w") if out == "file" else terminal
+    streams = {"stdin": terminal, "stdout": file, "stderr": terminal}
+    environment = os.environ | {"TERM": term, "LC_ALL": "C.UTF-8"}
+    child = subprocess.Popen([sys.executable, "-c", code], **streams, cwd=tmp_path, env=environment)
+    shown = b""
+
+    def wait_for(prompt: bytes) -> None:
+        nonlocal shown
+        while prompt not in shown:
+            assert select.select([keyboard], [], [], 60)[0], shown[-200:]
+            shown += os.read(keyboard, 1 << 16)
+        shown = shown.partition(prompt)[2]
+
+    for i, keys in enumerate(TYPED):
+        if i == 0 or not ahead:  # or it is typed while an answer is written
+            wait_for(b"> ")
+        for line in keys.encode().splitlines(keepends=True):
+            for at in range(0, len(line), 500):
+                os.write(keyboard, line[at : at + 500])
+                while select.select([keyboard], [], [], 0.05)[0]:  # the echo, or neither side could go on
+                    shown += os.read(keyboard, 1 << 16)
+    os.write(keyboard, b"\x04")
+    assert child.wait(30) == 0 and termios.tcgetattr(terminal) == before
+    got = [ast.literal_eval(line) for line in (tmp_path / "got").read_text().splitlines()]
+    assert got == [text for text in TYPED.values() if text is not None]
+    assert out == "terminal" or (tmp_path / "out").read_text() == ""
+    os.close(keyboard), os.close(terminal)
 
 
 @pytest.mark.parametrize(
