@@ -302,10 +302,9 @@ def test_numbers_that_are_none_and_errors_that_stay_small(server):
         answer = server.http.post("/v1/completions", content=content, headers=headers)
         assert answer.status_code == 400, number
     assert "surrogate" in server.http.post("/v1/completions", content='{"prompt": "\\ud800"}', headers=headers).text
-    for body in ({"prompt": [{}] * 5000}, {"prompt": ["x" * 100_000, 3]}, {"messages": [3] * 5000, "x" * 5000: 1}):
-        for path in ("/v1/completions", "/v1/chat/completions"):
-            answer = server.http.post(path, json=body)
-            assert answer.status_code == 400 and len(answer.content) < 10_000
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        answer = server.http.post(path, json={"prompt": ["x" * 100_000, 3], "messages": [3] * 5000, "x" * 5000: 1})
+        assert answer.status_code == 400 and len(answer.content) < 10_000
 
 
 def test_bad_logit_bias_keys(server):
