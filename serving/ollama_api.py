@@ -23,7 +23,7 @@ from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import FailFast, create_model
+from pydantic import FailFast, Field, create_model
 
 from request import Delta
 from sampling import SamplingParams
@@ -51,7 +51,7 @@ OptionFields = create_model("OptionFields", __base__=Body, **sampling_fields(*EL
 class Options(OptionFields):
     """The fields of SamplingParams, two of them under Ollama's names."""
 
-    num_predict: int | None = None
+    num_predict: int | None = Field(None, ge=-2)
     repeat_penalty: float | None = None
 
 
@@ -66,20 +66,13 @@ class OllamaBody(Body):
     options: Options | None = None
 
     def params(self) -> SamplingParams:
-        options = self.options or Options()
-        limit, penalty = options.num_predict, options.repeat_penalty
-        if limit is not None and limit < -2:
-            message = f"num_predict={limit} is not allowed: -1 or -2 for no limit, or a number"
-            raise ApiError(400, message, "num_predict")
-        more: dict[str, Any] = {"max_tokens": None if limit is None or limit < 0 else limit}
-        if penalty is not None:
-            more["repetition_penalty"] = penalty
-        if self.format == "json":
-            more["json_schema"] = {"type": "object"}
-        elif isinstance(self.format, dict):
-            more["json_schema"] = self.format
-        elif self.format:
-            raise ApiError(400, f"format={self.format[:40]!r} is not allowed: 'json' or a JSON Schema", "format")
+        options, form = self.options or Options(), {"type": "object"} if self.format == "json" else self.format
+        if isinstance(form, str) and form:
+            raise ApiError(400, f"format={form[:40]!r} is not allowed: 'json' or a JSON Schema", "format")
+        limit = None if options.num_predict in (-1, -2) else options.num_predict
+        more = {"json_schema": None if form == "" else form, "max_tokens": limit}
+        if options.repeat_penalty is not None:
+            more["repetition_penalty"] = options.repeat_penalty
         return SamplingParams(**(DEFAULTS | asked(options) | more))
 
 
