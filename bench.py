@@ -69,10 +69,10 @@ def open_engine(args: argparse.Namespace) -> LLM:
 
 
 def decode_text(result: dict) -> str:
-    rates = peers.medians(result)
-    share = rates.get("decode x1", 0.0) / result["floor_tok_s"]
+    rates, floor = peers.medians(result), result["floor_tok_s"]
+    share = f"{rates['decode x1'] / floor:.0%}" if "decode x1" in rates else None
     names = ("weight_bytes", "bandwidth_gb_s", "floor_tok_s")
-    return lines(rates | {name: result[name] for name in names} | {"reached by one sequence": f"{share:.0%}"})
+    return lines(rates | {name: result[name] for name in names} | {"reached by one sequence": share})
 
 
 def versus(args: argparse.Namespace) -> dict:

@@ -17,6 +17,7 @@ Left out: transformers with torch.compile; llama.cpp's server, which `bench.py s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 import json
 import random
@@ -194,7 +195,7 @@ def commands(peers: list[str], model: str) -> dict[str, list[str]]:
             name, command = f"llama.cpp {Path(file).stem}", [python, script, "llama.cpp", "--model", file]
         if not command:
             raise ValueError("--peer is empty: write transformers, llama.cpp:PYTHON:FILE.gguf or a command")
-        same = sum(known == name or known.startswith(f"{name} (") for known in named)
+        same = sum(known.partition(" (")[0] == name for known in named)
         named[name if not same else f"{name} ({same + 1})"] = command
     return named
 
@@ -219,17 +220,14 @@ def medians(result: dict) -> dict[str, float]:
 def medians_of(name: str, command: list[str], batches: list[int]) -> dict[str, float]:
     """The rows of `medians` that a program prints. Raises ValueError where one is missing or not positive."""
     result = figures_of(name, command)
-    try:
+    with contextlib.suppress(LookupError, TypeError, AttributeError, statistics.StatisticsError):
         rows = medians(result)
-        wrong = [row for row in ("prefill", *(f"decode x{b}" for b in batches)) if not rows.get(row, 0) > 0]
-    except (LookupError, TypeError, AttributeError, statistics.StatisticsError) as error:
-        wrong = [f"{type(error).__name__}: {error}"]
-    if wrong:
-        raise ValueError(
-            f"{name} printed no positive rate for {', '.join(wrong)}; it must print the keys of `bench.py decode`, "
-            f"not {json.dumps(result)[:200]}"
-        )
-    return rows
+        if all(rows[row] > 0 for row in ("prefill", *(f"decode x{batch}" for batch in batches))):
+            return rows
+    raise ValueError(
+        f"{name} printed no positive rate for prefill and for decode x{', x'.join(map(str, batches))}: it must print "
+        f"the keys of `bench.py decode`, not {json.dumps(result)[:200]}"
+    )
 
 
 def in_turn(ours: list[str], peers: dict[str, list[str]], sizes: list[str], batches: list[int], rounds: int) -> dict:

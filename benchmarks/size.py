@@ -42,6 +42,7 @@ from quantize import SCHEMES, TABLES, Scheme, parse_scheme
 
 SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 COUNTED = ["hidden", "intermediate", "vocab", "heads", "tied"]  # a shape whose weights are counted
+RATES = ["bandwidth", "gflops"]
 SHAPE = ["params", "layers", "kv_heads", "head_dim", *COUNTED]
 
 
@@ -206,9 +207,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def check(args: argparse.Namespace, words: set[str]) -> None:
     """Refuse numbers that mean nothing and shapes that are given twice or in part; `words`: the flags given."""
     for name in words:
-        value = getattr(args, name)
-        if isinstance(value, (int, float)) and not (value >= 1 if name == "params" else value > 0) or value == math.inf:
-            raise ValueError(f"{flag(name)} {value}: must be a positive number")
+        value, least, most = getattr(args, name), 1e-6 if name in RATES else 1, 1e5 if name == "layers" else 1e18
+        if isinstance(value, (int, float)) and not least <= value <= most:
+            raise ValueError(f"{flag(name)} {value}: must be from {least:g} to {most:g}")
     needed = ["layers", "kv_heads", "head_dim", "context", *COUNTED[: 0 if args.params else 3]]
     if missing := [flag(name) for name in needed if name not in words and not args.model]:
         raise ValueError(

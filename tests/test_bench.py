@@ -25,6 +25,8 @@ def test_decode_has_the_keys_of_its_peers(folder, capsys):
     assert all(rate > 0 for rates in result["decode_tok_s"].values() for rate in rates)
     assert result["load_s"] >= 0 and result["floor_tok_s"] > 0
     assert "decode x3" in bench.decode_text(result)
+    del result["decode_tok_s"]["1"]
+    assert bench.decode_text(result).endswith("reached by one sequence  -")
 
 
 def test_start_waits_for_a_token_and_says_when_none_came(folder, capsys):

@@ -147,3 +147,14 @@ def test_without_transformers_the_peer_says_what_to_install(folder, monkeypatch,
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert bench_peers.main(["transformers", "--model", folder]) == 2
     assert "pip install -r requirements-dev.txt" in capsys.readouterr().err
+
+
+RATE = '{"prefill_tok_s": [1], "decode_tok_s": {"%s": [%s]}}'
+
+
+@pytest.mark.parametrize(
+    "printed", ["{}", "[]", '{"prefill_tok_s": []}', RATE % (8, 1), RATE % (1, 0), RATE % (1, '"1"')]
+)
+def test_a_peer_that_prints_something_else_is_named(printed):
+    with pytest.raises(ValueError, match="other printed no positive rate .* keys of `bench.py decode`"):
+        bench_peers.medians_of("other", [sys.executable, "-c", f"print({printed!r})"], [1])
