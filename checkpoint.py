@@ -233,10 +233,7 @@ class GGUFCheckpoint(Checkpoint):
 
     def __init__(self, path: Path):
         super().__init__(path)
-        try:
-            self.gguf = gguf.File(path)
-        except (gguf.GGUFError, OSError) as error:
-            raise CheckpointError(str(error)) from error
+        self.gguf = gguf.File(path)
         tensors = self.gguf.tensors
         self.config = from_gguf(self.gguf.metadata, {n: t.shape for n, t in tensors.items()}, str(path))
         dense = {t.kind for t in tensors.values() if len(t.shape) > 1} <= {"F32", "F16", "BF16"}

@@ -1,9 +1,9 @@
 """The GGUF container and its block formats, memory-mapped.
 
-The problem: a model should be one file that starts at once. Reading gigabytes before the first token is slow, keeping a
-second copy while converting them is fatal on a small machine, and 16 bits a weight may not fit at all. llama.cpp's
-answer is GGUF: metadata, a table of tensors, then the tensors' bytes, aligned, in the very form the kernels read. The
-file is mapped, not read: the operating system brings in the pages that are touched, and two processes share them.
+The problem: a model should be one file that starts at once. Reading gigabytes before the first token is slow, and a
+second copy while converting them is fatal on a small machine. llama.cpp's answer is GGUF: metadata, a table of tensors,
+then the tensors' bytes, aligned, in the very form the kernels read. The file is mapped, not read: the operating system
+brings in the pages that are touched, and two processes share them.
 
     +--------+---------+-----------+--------+--------------------+-----------------------+- - -+------------------+
     | "GGUF" | version | n_tensors | n_keys | key, type, value.. | name, dims, type, at..| pad | tensor bytes ... |
@@ -18,9 +18,8 @@ weight keeps a small integer q. In brackets: bits a weight.
     of 256          Q2_K [2.625], Q4_K [4.5], Q5_K [5.5]: sub-blocks whose scales and minima are themselves quantised:
                     w = d sc q - dmin mn    Q3_K [3.4375], Q6_K [6.5625]: scales only: w = d sc (q - 4 or 32)
 
-A file called "Q4_K_M" is a mixture: most matrices are Q4_K, those that suffer most from rounding (the head, half of
-attn_v and ffn_down) Q6_K. A file from elsewhere is not trusted: every length, count and offset is compared with the
-bytes that are there before anything is touched, since a read past the end of a mapped file kills the process (SIGBUS).
+Every length, count and offset is compared with the bytes that are there before anything is touched, since a read past
+the end of a mapped file kills the process (SIGBUS).
 
 Source: the GGUF specification and block layouts of ggml (github.com/ggml-org/ggml, docs/gguf.md, ggml-common.h).
 Left out: writing, big-endian files, split files, importance-matrix (IQ), ternary and MXFP4 blocks.
@@ -33,23 +32,22 @@ import mmap
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 
+from formats.config import CheckpointError
+
 MAGIC = b"GGUF"
 MAX_ARRAY = 1 << 24  # entries of a metadata array; the largest vocabularies hold well under a million
 LFS_POINTER = b"version https://git-lfs"
-UNREADABLE = (
-    {9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL"}
-    | {21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M"}
-    | {34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"}
+UNREADABLE = (  # types that exist, by their number, and are not read here
+    {9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S"}
+    | {22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0"}
+    | {35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"}
 )
-
-
-class GGUFError(ValueError):
-    """A file that is not GGUF, is damaged, or holds what this reader does not know; the message says where."""
 
 
 # ---- from a block's bytes to its weights ----
@@ -70,22 +68,13 @@ def half(b: torch.Tensor) -> torch.Tensor:
     return b.contiguous().view(torch.float16).float()
 
 
-def q4_0(b: torch.Tensor) -> torch.Tensor:
-    return half(b[:, :2]) * (fields(b[:, 2:], 16, (0, 4), 15).float() - 8)
-
-
-def q4_1(b: torch.Tensor) -> torch.Tensor:
-    return half(b[:, :2]) * fields(b[:, 4:], 16, (0, 4), 15).float() + half(b[:, 2:4])
-
-
-def q5_0(b: torch.Tensor) -> torch.Tensor:
-    q = fields(b[:, 6:], 16, (0, 4), 15) | fields(b[:, 2:6], 1, range(8), 1) << 4  # bit j of the 32 belongs to w_j
-    return half(b[:, :2]) * (q.float() - 16)
-
-
-def q5_1(b: torch.Tensor) -> torch.Tensor:
-    q = fields(b[:, 8:], 16, (0, 4), 15) | fields(b[:, 4:8], 1, range(8), 1) << 4
-    return half(b[:, :2]) * q.float() + half(b[:, 2:4])
+def simple(b: torch.Tensor, bits: int, minimum: bool) -> torch.Tensor:
+    """Q4_0, Q4_1, Q5_0, Q5_1: d, perhaps m, the fifth bits (bit j of the 32 belongs to w_j), the low nibbles."""
+    q = fields(b[:, -16:], 16, (0, 4), 15)
+    if bits == 5:
+        q |= fields(b[:, -20:-16], 1, range(8), 1) << 4
+    d = half(b[:, :2])
+    return d * q.float() + half(b[:, 2:4]) if minimum else d * (q.float() - 2 ** (bits - 1))
 
 
 def q8_0(b: torch.Tensor) -> torch.Tensor:
@@ -119,14 +108,11 @@ def scales_and_minima(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([s & 63, rest & 15 | s >> 6 << 4], 1), torch.cat([m & 63, rest >> 4 | m >> 6 << 4], 1)
 
 
-def q4_k(b: torch.Tensor) -> torch.Tensor:
+def q45_k(b: torch.Tensor, bits: int) -> torch.Tensor:
     sc, mn = scales_and_minima(b[:, 4:16])
-    return scaled(half(b[:, :2]), sc, fields(b[:, 16:], 32, (0, 4), 15), half(b[:, 2:4]) * mn.float())
-
-
-def q5_k(b: torch.Tensor) -> torch.Tensor:
-    sc, mn = scales_and_minima(b[:, 4:16])
-    q = fields(b[:, 48:], 32, (0, 4), 15) | fields(b[:, 16:48], 32, range(8), 1) << 4
+    q = fields(b[:, -128:], 32, (0, 4), 15)
+    if bits == 5:
+        q |= fields(b[:, 16:48], 32, range(8), 1) << 4
     return scaled(half(b[:, :2]), sc, q, half(b[:, 2:4]) * mn.float())
 
 
@@ -150,15 +136,15 @@ KINDS = {
     "F32": Kind(0, 1, 4, dense=torch.float32),
     "F16": Kind(1, 1, 2, dense=torch.float16),
     "BF16": Kind(30, 1, 2, dense=torch.bfloat16),
-    "Q4_0": Kind(2, 32, 18, unpack=q4_0),
-    "Q4_1": Kind(3, 32, 20, unpack=q4_1),
-    "Q5_0": Kind(6, 32, 22, unpack=q5_0),
-    "Q5_1": Kind(7, 32, 24, unpack=q5_1),
+    "Q4_0": Kind(2, 32, 18, unpack=partial(simple, bits=4, minimum=False)),
+    "Q4_1": Kind(3, 32, 20, unpack=partial(simple, bits=4, minimum=True)),
+    "Q5_0": Kind(6, 32, 22, unpack=partial(simple, bits=5, minimum=False)),
+    "Q5_1": Kind(7, 32, 24, unpack=partial(simple, bits=5, minimum=True)),
     "Q8_0": Kind(8, 32, 34, unpack=q8_0),
     "Q2_K": Kind(10, 256, 84, unpack=q2_k),
     "Q3_K": Kind(11, 256, 110, unpack=q3_k),
-    "Q4_K": Kind(12, 256, 144, unpack=q4_k),
-    "Q5_K": Kind(13, 256, 176, unpack=q5_k),
+    "Q4_K": Kind(12, 256, 144, unpack=partial(q45_k, bits=4)),
+    "Q5_K": Kind(13, 256, 176, unpack=partial(q45_k, bits=5)),
     "Q6_K": Kind(14, 256, 210, unpack=q6_k),
 }
 KIND_OF_NUMBER = {kind.number: name for name, kind in KINDS.items()}
@@ -188,35 +174,13 @@ def dequantize(blocks: Blocks) -> torch.Tensor:
     return out.view(blocks.shape)
 
 
-def split(blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The integers and scales of Q4_0, Q4_1 or Q8_0 blocks, for a loss-free take-over: w = q * scale + minimum.
-
-    Returns q [N, K] (uint8 in 0..15, or int8 for Q8_0), scale [N, K/32] fp16 and minimum [N, K/32] fp16 (None for
-    Q8_0). Q4_0 has no minimum of its own: w = d (q - 8) is d q + (-8 d), exact in fp16 as long as 8 d is finite.
-    """
-    if blocks.kind not in ("Q4_0", "Q4_1", "Q8_0"):
-        raise ValueError(f"{blocks.kind} blocks are not a scale and a minimum per 32 weights; use dequantize().")
-    data = blocks.data.reshape(-1, KINDS[blocks.kind].bytes)  # [blocks, bytes]
-    per_block = (*blocks.shape[:-1], blocks.shape[-1] // 32)
-    scale = data[:, :2].contiguous().view(torch.float16).view(per_block)
-    if blocks.kind == "Q8_0":
-        return data[:, 2:].contiguous().view(torch.int8).view(blocks.shape), scale, None
-    minimum = scale * -8
-    if blocks.kind == "Q4_1":
-        minimum = data[:, 2:4].contiguous().view(torch.float16).view(per_block)
-    elif bool((minimum.isinf() & scale.isfinite()).any()):
-        raise ValueError("A Q4_0 scale above 8188 has no fp16 minimum; load this matrix through dequantize().")
-    return fields(data[:, -16:], 16, (0, 4), 15).view(blocks.shape), scale, minimum
-
-
-# ---- the container ----
+# ---- the container
 
 
 @dataclass(frozen=True)
 class TensorInfo:
     """Where a tensor lies: `shape` slowest dimension first (as torch has it), `offset` from the start of the file."""
 
-    name: str
     kind: str
     shape: tuple[int, ...]
     offset: int
@@ -231,17 +195,18 @@ class Cursor:
     def __init__(self, path: Path, data: mmap.mmap):
         self.path, self.data, self.at, self.size = path, data, 0, len(data)
 
+    def damage(self, cause: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {cause}: truncated or damaged, fetch it again.")
+
     def need(self, count: int, what: str) -> None:
         if count > self.size - self.at:
-            cause = f"{what} needs {count} bytes at offset {self.at}, but the file ends at {self.size}"
-            raise GGUFError(f"{self.path}: {cause}: truncated or damaged, fetch it again.")
+            raise self.damage(f"{what} needs {count} bytes at offset {self.at}, but the file ends at {self.size}")
 
     def numbers(self, code: str, count: int, what: str) -> tuple:
-        size = struct.calcsize("<" + code)
-        self.need(size * count, what)
-        values = struct.unpack_from(f"<{count}{code}", self.data, self.at)
-        self.at += size * count
-        return values
+        size = struct.calcsize("<" + code) * count
+        self.need(size, what)
+        self.at += size
+        return struct.unpack_from(f"<{count}{code}", self.data, self.at - size)
 
     def number(self, code: str, what: str):
         return self.numbers(code, 1, what)[0]
@@ -254,28 +219,25 @@ class Cursor:
         return self.data[self.at - length : self.at].decode("utf-8", errors="surrogateescape")
 
     def value(self, what: str):
-        kind = self.number("I", f"the type of {what}")
-        if kind in self.SCALARS:
-            return self.number(self.SCALARS[kind], what)
-        if kind == 8:
-            return self.string(what)
-        if kind != 9:
-            raise GGUFError(f"{self.path}: {what} has value type {kind}, which GGUF does not define: damaged or newer.")
-        kind, count = self.number("I", what), self.number("Q", what)
+        kind, count = self.number("I", f"the type of {what}"), 1
+        is_array = kind == 9
+        if is_array:  # of numbers or of strings
+            kind, count = self.number("I", what), self.number("Q", what)
         if count > MAX_ARRAY:
-            raise GGUFError(f"{self.path}: {what} claims {count} entries, more than {MAX_ARRAY}: the file is damaged.")
-        if kind in self.SCALARS:
-            return list(self.numbers(self.SCALARS[kind], count, what))
-        if kind != 8:
-            raise GGUFError(f"{self.path}: {what} is an array of type {kind}; only numbers and strings are read.")
-        self.need(8 * count, what)  # every string has at least a length: no list of 2^60 entries is ever begun
-        return [self.string(what) for _ in range(count)]
+            raise self.damage(f"{what} claims {count} entries, more than {MAX_ARRAY}")
+        if kind != 8 and kind not in self.SCALARS:
+            raise CheckpointError(f"{self.path}: {what} has value type {kind}, which is not read: damaged or newer.")
+        if kind == 8:
+            values = [self.string(what) for _ in range(count)]
+        else:
+            values = list(self.numbers(self.SCALARS[kind], count, what))
+        return values if is_array else values[0]
 
 
 class File:
     """A GGUF file, mapped. `metadata` maps key to value, `tensors` name to TensorInfo.
 
-    Tensors returned are views of a private mapping: to be read, not written. Raises GGUFError with cause and remedy.
+    Tensors returned are views of a private mapping: to be read, not written. Raises CheckpointError with cause, remedy.
     """
 
     def __init__(self, path: str | Path):
@@ -283,77 +245,70 @@ class File:
         with open(self.path, "rb") as file:
             head = file.read(24)
             if head.startswith(LFS_POINTER):
-                raise GGUFError(f"{path} is a Git LFS pointer, not the model: run `git lfs pull` in its repository.")
+                raise CheckpointError(
+                    f"{path} is a Git LFS pointer, not the file: run `git lfs pull` in its repository."
+                )
             if head[:4] != MAGIC:
-                raise GGUFError(f"{path} is not a GGUF file: it begins with {head[:4]!r} instead of {MAGIC!r}.")
-            if len(head) < 24:
-                raise GGUFError(f"{path} holds only {len(head)} bytes, less than a GGUF header: fetch it again.")
+                raise CheckpointError(f"{path} is not a GGUF file: it begins with {head[:4]!r} instead of {MAGIC!r}.")
             # Private (copy on write) because torch wants writable memory; the file itself cannot be changed through it.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         cursor = Cursor(self.path, self._map)
         cursor.at = len(MAGIC)
-        self.version = cursor.number("I", "the version")
-        if self.version not in (2, 3):
-            swapped = int.from_bytes(self.version.to_bytes(4, "little"), "big")
-            cause = "big-endian" if swapped in (2, 3) else f"version {self.version}"
-            raise GGUFError(f"{path}: {cause} GGUF is not supported, only little-endian versions 2 and 3: convert it.")
+        version = cursor.number("I", "the header")
+        if version not in (2, 3):
+            swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+            cause = "big-endian" if swapped in (2, 3) else f"version {version}"
+            raise CheckpointError(f"{path}: {cause} GGUF is not read, only little-endian versions 2 and 3: convert it.")
         n_tensors, n_keys = cursor.numbers("Q", 2, "the header")
-        self.metadata = self._read_metadata(cursor, n_keys)
+        cursor.need(13 * n_keys + 32 * n_tensors, f"a header of {n_keys} keys and {n_tensors} tensors")
+        self.metadata = {}
+        for i in range(n_keys):
+            key = cursor.string(f"metadata key {i}")
+            if key in self.metadata:
+                raise cursor.damage(f"metadata key {key!r} is there twice")
+            self.metadata[key] = cursor.value(f"metadata {key!r}")
         self.tensors = self._read_table(cursor, n_tensors)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)  # [file size]
 
-    def _read_metadata(self, cursor: Cursor, count: int) -> dict:
-        cursor.need(13 * count, f"metadata of {count} entries")
-        metadata = {}
-        for i in range(count):
-            key = cursor.string(f"metadata key {i}")
-            if key in metadata:
-                raise GGUFError(f"{self.path}: metadata key {key!r} is there twice: the file is damaged.")
-            metadata[key] = cursor.value(f"metadata {key!r}")
-        return metadata
-
     def _read_table(self, cursor: Cursor, count: int) -> dict[str, TensorInfo]:
-        cursor.need(32 * count, f"a table of {count} tensors")
         entries = [self._read_entry(cursor) for _ in range(count)]
         align = self.metadata.get("general.alignment", 32)
         if type(align) is not int or not 1 <= align <= 1 << 20 or align & (align - 1):
-            raise GGUFError(f"{self.path}: general.alignment is {align!r}, not a power of two: the file is damaged.")
+            raise cursor.damage(f"general.alignment is {align!r}, not a power of two")
         start = -(-cursor.at // align) * align
         table: dict[str, TensorInfo] = {}
         for name, kind, shape, offset in entries:
             nbytes = math.prod(shape) // KINDS[kind].weights * KINDS[kind].bytes
-            end, tensor = start + offset + nbytes, f"{self.path}: tensor {name!r} {list(shape)} ({kind})"
+            end, tensor = start + offset + nbytes, f"tensor {name!r} {list(shape)} ({kind})"
             if offset % align:
-                raise GGUFError(f"{tensor} starts at {offset}, not a multiple of {align}: damaged.")
+                raise cursor.damage(f"{tensor} starts at {offset}, not a multiple of {align}")
             if end > cursor.size:
-                raise GGUFError(f"{tensor} ends at byte {end} of {cursor.size}: truncated or damaged, fetch it again.")
+                raise cursor.damage(f"{tensor} ends at byte {end} of {cursor.size}")
             if name in table:
-                raise GGUFError(f"{self.path}: tensor {name!r} is listed twice: the file is damaged.")
-            table[name] = TensorInfo(name, kind, shape, start + offset, nbytes)
+                raise cursor.damage(f"{tensor} is listed twice")
+            table[name] = TensorInfo(kind, shape, start + offset, nbytes)
         # Two tensors on the same bytes are a damaged table, which would otherwise load as fluent noise.
-        for a, b in pairwise(sorted(table.values(), key=lambda t: t.offset)):
-            if a.offset + a.nbytes > b.offset:
-                raise GGUFError(f"{self.path}: tensors {a.name!r} and {b.name!r} overlap: the file is damaged.")
+        for (a, first), (b, second) in pairwise(sorted(table.items(), key=lambda item: item[1].offset)):
+            if first.offset + first.nbytes > second.offset:
+                raise cursor.damage(f"tensors {a!r} and {b!r} overlap")
         return table
 
     def _read_entry(self, cursor: Cursor) -> tuple[str, str, tuple[int, ...], int]:
         name = cursor.string("a tensor name")
-        n_dims = cursor.number("I", f"tensor {name!r}")
+        tensor = f"tensor {name!r}"
+        n_dims = cursor.number("I", tensor)
         if not 1 <= n_dims <= 4:
-            raise GGUFError(f"{self.path}: tensor {name!r} has {n_dims} dimensions, not 1 to 4: the file is damaged.")
-        dims = cursor.numbers("Q", n_dims, f"tensor {name!r}")
-        number = cursor.number("I", f"tensor {name!r}")
+            raise cursor.damage(f"{tensor} has {n_dims} dimensions, not 1 to 4")
+        dims, number = cursor.numbers("Q", n_dims, tensor), cursor.number("I", tensor)
         if number not in KIND_OF_NUMBER:
             known = UNREADABLE.get(number, f"unknown type {number}")
             use = f"Supported: {', '.join(KINDS)}. Use a file in one of these formats."
-            raise GGUFError(f"{self.path}: tensor {name!r} is stored as {known}. {use}")
+            raise CheckpointError(f"{self.path}: {tensor} is stored as {known}. {use}")
         kind = KIND_OF_NUMBER[number]
         if 0 in dims or dims[0] % KINDS[kind].weights:
             blocks = f"{kind} (blocks of {KINDS[kind].weights})"
-            raise GGUFError(
-                f"{self.path}: tensor {name!r} has shape {list(dims)}, which {blocks} cannot have: damaged."
-            )
-        return name, kind, tuple(reversed(dims)), cursor.number("Q", f"tensor {name!r}")
+            raise cursor.damage(f"{tensor} has shape {list(dims)}, which {blocks} cannot have")
+        return name, kind, dims[::-1], cursor.number("Q", tensor)
 
     def raw(self, name: str) -> torch.Tensor:
         """The tensor's bytes, a view of the mapping: [nbytes] uint8."""
@@ -362,19 +317,16 @@ class File:
 
     def blocks(self, name: str) -> Blocks | None:
         """The tensor still quantised, a view of the mapping; None when it is stored dense."""
-        info = self.tensors[name]
-        kind = KINDS[info.kind]
+        info, kind = self.tensors[name], KINDS[self.tensors[name].kind]
         if kind.dense is not None:
             return None
-        data = self.raw(name).view(*info.shape[:-1], info.shape[-1] // kind.weights, kind.bytes)
-        return Blocks(info.kind, info.shape, data)
+        return Blocks(info.kind, info.shape, self.raw(name).view(*info.shape[:-1], -1, kind.bytes))
 
     def tensor(self, name: str) -> torch.Tensor:
         """Dense: F32, F16 and BF16 as a view of the mapping, everything else dequantised to float32."""
-        blocks = self.blocks(name)
+        info, blocks = self.tensors[name], self.blocks(name)
         if blocks is not None:
             return dequantize(blocks)
-        info = self.tensors[name]
         raw, dtype = self.raw(name), KINDS[info.kind].dense
         if info.offset % dtype.itemsize:  # alignment below the element size: legal, but torch cannot view it
             raw = raw.clone()

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from formats import gguf
+from formats.config import CheckpointError
 
 QUANTISED = [name for name, kind in gguf.KINDS.items() if kind.dense is None]
 # Where the fp16 scales of a block are, so that tests can put chosen numbers there.
@@ -118,29 +119,6 @@ def test_dequantize_in_slices_loses_no_block():
         )
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
-def test_split_loses_nothing(kind):
-    draw = torch.Generator().manual_seed(2)
-    data = torch.randint(0, 256, (5, 4, gguf.KINDS[kind].bytes), generator=draw, dtype=torch.uint8)
-    for at in (0, 2) if kind == "Q4_1" else (0,):
-        halves = torch.randn(5, 4, 1, generator=draw).half()
-        data[:, :, at : at + 2] = halves.view(torch.uint8)
-    data[0, 0, :2], data[1, 1, :2], data[2, 2, :2] = half_bytes(0.0), half_bytes(-6e-8), half_bytes(8188.0)
-    blocks = blocks_of(kind, data)
-    q, scale, minimum = gguf.split(blocks)
-    assert q.shape == (5, 128) and scale.shape == (5, 4) and scale.dtype == torch.float16
-    w = q.float() * scale.float().repeat_interleave(32, 1)
-    w = w if minimum is None else w + minimum.float().repeat_interleave(32, 1)
-    assert torch.equal(w, gguf.dequantize(blocks))
-
-
-def test_split_refuses_what_it_would_change():
-    with pytest.raises(ValueError, match="8188"):
-        gguf.split(blocks_of("Q4_0", hand_made(16384.0, [0] * 16)))
-    with pytest.raises(ValueError, match="Q6_K"):
-        gguf.split(blocks_of("Q6_K", torch.zeros(1, 1, 210, dtype=torch.uint8)))
-
-
 def test_rows_of_blocks_are_rows_of_weights():
     draw = torch.Generator().manual_seed(3)
     blocks = blocks_of("Q4_1", torch.randint(0, 200, (6, 2, 20), generator=draw, dtype=torch.uint8))
@@ -240,7 +218,7 @@ DAMAGED = {
     "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 98362432\n", "git lfs pull"),
     "foreign": (b"\x89PNG\r\n" + bytes(100), "not a GGUF file"),
     "empty": (b"", "not a GGUF file"),
-    "only magic": (b"GGUF\x03\x00", "less than a GGUF header"),
+    "only magic": (b"GGUF\x03\x00", "the header needs 4 bytes"),
     "big-endian": (struct.pack(">4sIQQ", b"GGUF", 3, 0, 0), "big-endian"),
     "version 1": (container(version=1), "version 1"),
     "tensor count": (container(n_tensors=HUGE), "truncated or damaged"),
@@ -248,8 +226,8 @@ DAMAGED = {
     "string length": (container([struct.pack("<Q", HUGE) + bytes(40)]), "truncated or damaged"),
     "array length": (container([key("a", 9, struct.pack("<IQ", 5, HUGE))]), "claims"),
     "array past the end": (container([key("a", 9, struct.pack("<IQ", 5, 1 << 20))]), "'a' needs 4194304 bytes"),
-    "texts past the end": (container([key("a", 9, struct.pack("<IQ", 8, 1 << 20))]), "'a' needs 8388608 bytes"),
-    "array of arrays": (container([key("a", 9, struct.pack("<IQ", 9, 1) + bytes(20))]), "array of type 9"),
+    "texts past the end": (container([key("a", 9, struct.pack("<IQ", 8, 1 << 20))]), "truncated or damaged"),
+    "array of arrays": (container([key("a", 9, struct.pack("<IQ", 9, 1) + bytes(20))]), "value type 9"),
     "value type": (container([key("a", 77, bytes(20))]), "value type 77"),
     "key twice": (container([key("a", 7, b"\x01"), key("a", 7, b"\x01")]), "twice"),
     "no dims": (container([], [entry("t", [])], bytes(64)), "0 dimensions"),
@@ -278,7 +256,7 @@ def test_damaged_files_are_refused_by_name(tmp_path, case):
     content, words = DAMAGED[case]
     tracemalloc.start()
     try:
-        with pytest.raises(gguf.GGUFError, match="file.gguf") as caught:
+        with pytest.raises(CheckpointError, match="file.gguf") as caught:
             opened(tmp_path, content)
         assert words in str(caught.value)
         assert tracemalloc.get_traced_memory()[1] < 4 << 20, "a damaged length led to a huge allocation"
@@ -291,7 +269,7 @@ def test_any_cut_of_a_real_file_is_refused(tmp_path):
     assert opened(tmp_path, whole).tensors
     size, rng = len(whole), random.Random(0)
     for cut in [size - 1024, size - 40, 23, 4] + [rng.randrange(size - 32) for _ in range(40)]:
-        with pytest.raises(gguf.GGUFError):
+        with pytest.raises(CheckpointError):
             opened(tmp_path, whole[:cut])
 
 
@@ -308,7 +286,7 @@ def test_changed_bytes_are_refused_or_harmless(tmp_path):
             bad[rng.randrange(len(good) - 112)] = rng.choice((0, 1, 2, 8, 127, 128, 255, rng.randrange(256)))
         try:
             file = opened(tmp_path, bytes(bad))
-        except gguf.GGUFError:
+        except CheckpointError:
             refused += 1
             continue
         for name, info in file.tensors.items():
