@@ -103,7 +103,7 @@ class ResponsesBody(Fields):
         return ChatBody(
             **asked(self),
             model=self.model,
-            messages=list(self.messages()),
+            messages=self.messages(),
             max_completion_tokens=self.max_output_tokens,
             stream=self.stream,
             response_format=form,
@@ -115,30 +115,26 @@ class ResponsesBody(Fields):
             user=self.user,
         )
 
-    def messages(self) -> Iterator[dict]:
+    def messages(self) -> list[dict]:
         """The items of `input` as messages of a chat."""
-        if self.instructions:
-            yield {"role": "system", "content": self.instructions}
-        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
-        for called, group in itertools.groupby(items, key=lambda item: item.get("type") == "function_call"):
-            if called:  # calls made side by side are one turn
-                calls = [{"name": item.get("name"), "arguments": item.get("arguments")} for item in group]
-                yield {
-                    "role": "assistant",
-                    "content": "",
-                    "tool_calls": [{"type": "function", "function": c} for c in calls],
-                }
-                continue
-            for item in group:
-                kind = item.get("type", "message")
-                if kind == "message" and isinstance(item.get("role"), str):
-                    yield {"role": item["role"], "content": plain_text(item.get("content"))}
-                elif kind == "function_call_output":
-                    output = plain_text(item.get("output"))
-                    yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
-                else:
-                    message = f"an item of type {kind!a:.60} is not read by this server, or lacks its role"
-                    raise ApiError(400, message, "input", "unsupported")
+        messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        for item in [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input:
+            kind = item.get("type", "message")
+            if kind == "message" and isinstance(item.get("role"), str):
+                messages.append({"role": item["role"], "content": plain_text(item.get("content"))})
+            elif kind == "function_call":  # belongs to the assistant's turn, and may stand beside others and a text
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": ""})
+                function = {"name": item.get("name"), "arguments": item.get("arguments")}
+                call = {"id": item.get("call_id"), "type": "function", "function": function}
+                messages[-1].setdefault("tool_calls", []).append(call)
+            elif kind == "function_call_output":
+                output = plain_text(item.get("output"))
+                messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+            else:
+                message = f"an item of type {kind!a:.60} is not read by this server, or lacks its role"
+                raise ApiError(400, message, "input", "unsupported")
+        return messages
 
 
 def plain_text(content: Any) -> str:
@@ -159,17 +155,21 @@ class ResponsesWriter(ChatWriter):
 
     def __init__(self, *args, body: ResponsesBody):
         super().__init__(*args)
-        self.asked, self.ids, self.numbers_sent = body, itertools.count(), itertools.count()
+        self.asked, self.events = body, itertools.count()
         self.output: list[dict] = []
         self.part: dict | None = None  # the text that is being written
         self.reason: str | None = None
 
     def response(self, status: str, **more) -> dict:
-        body, params = self.asked, self.job.requests[0].params
-        form = (
-            body.text.format.model_dump(by_alias=True, exclude_unset=True) if body.text and body.text.format else None
-        )
-        usage = self.usage() if status != "in_progress" else None
+        body, params, usage = self.asked, self.job.requests[0].params, self.usage()
+        form = body.text.format.model_dump(by_alias=True, exclude_unset=True) if body.text and body.text.format else {}
+        counts = {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"],
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        }
         return {
             "id": f"resp_{self.head['id'].rpartition('-')[2]}",
             "object": "response",
@@ -186,24 +186,17 @@ class ResponsesWriter(ChatWriter):
             "previous_response_id": None,
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": form or {"type": "text"}},
+            "text": {"format": {"type": "text"} | form},
             "tool_choice": body.tool_choice or "auto",
             "tools": [tool.model_dump(exclude_unset=True) for tool in body.tools or ()],
             "top_p": params.top_p,
             "truncation": "disabled",
-            "usage": usage
-            and {
-                "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": usage["prompt_tokens_details"],
-                "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": usage["total_tokens"],
-            },
+            "usage": None if status == "in_progress" else counts,
         } | more
 
     def event(self, kind: str, **fields) -> bytes:
         kind = f"response.{kind}"
-        return f"event: {kind}\n".encode() + sse({"type": kind, "sequence_number": next(self.numbers_sent)} | fields)
+        return f"event: {kind}\n".encode() + sse({"type": kind, "sequence_number": next(self.events)} | fields)
 
     def start(self) -> Iterator[bytes]:
         for kind in ("created", "in_progress"):
