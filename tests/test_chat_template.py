@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiny_tokenizer import CHATML, KINDS, byte_level_library, folder, gguf_metadata, metaspace_library, tiny
 from tokenizers import AddedToken
 
-from formats import chat_template
+from formats import chat_template, template_process
 from formats.chat_template import ChatTemplate, ControlStrings, Shield, TemplateError
 from tokenizer import Tokenizer
 
@@ -290,62 +290,46 @@ def test_shield_leaves_harmless_text_alone():
 
 # ---- the bounds ----
 
-NESTED = "{% set ns = namespace(l=['a']) %}{% for i in range(60) %}{% set ns.l = [ns.l, ns.l] %}{% endfor %}"
 BOMBS = {
-    "long loop": "{% for i in range(1000) %}{% for j in range(10000) %}{% endfor %}{% endfor %}",
-    "filtered loop": "{% for i in range(1000) %}{% for j in range(10000) if false %}{% endfor %}{% endfor %}",
+    "long loop": "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
     "huge range": "{% for i in range(10**9) %}{% endfor %}",
     "multiplication": "{{ 'a' * 10**10 }}",
-    "list multiplication": "{% set x = [0] * 10**10 %}",
     "power": "{{ 9 ** (9 ** 9) }}",
-    "doubling by +": "{% set ns = namespace(s='a') %}{% for i in range(99) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
-    "doubling by ~": "{% set ns = namespace(s='a') %}{% for i in range(99) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
-    "doubling by capture": "{% set ns = namespace(s='a') %}{% for i in range(99) %}{% set x %}{{ ns.s }}{{ ns.s }}"
-    "{% endset %}{% set ns.s = x %}{% endfor %}",
-    "nested aliases": NESTED + "{{ ns.l }}",
-    "nested aliases as JSON": NESTED + "{{ ns.l | tojson }}",
-    "recursion": "{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}",
-    "broad recursion": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "padding": "{{ 'a'.ljust(10**10) }}",
-    "tabs": "{{ '\t'.expandtabs(10**10) }}",
-    "format": "{{ '{:>9999999999}'.format(1) }}",
-    "nested format": "{{ '{:>{w}}'.format(1, w=10**10) }}",
-    "percent": "{{ '%9999999999d' % 1 }}",
+    "doubling": "{% set ns = namespace(s='a') %}{% for i in range(99) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    "nested aliases": "{% set ns = namespace(l=[1]) %}{% for i in range(60) %}{% set ns.l = [ns.l, ns.l] %}{% endfor %}"
+    "{{ ns.l | tojson }}",
+    "recursion": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "format": "{{ '{:>{w}}'.format(1, w=10**10) }}",
     "replace": "{% set s = 'a' * 10**6 %}{{ s.replace('a', s) }}",
-    "replace filter": "{% set s = 'a' * 10**6 %}{{ s | replace('a', s) }}",
-    "join": "{{ ('a' * 10**6).join(range(10**5) | map('string')) }}",
-    "join filter": "{{ range(10**5) | join('a' * 10**6) }}",
-    "indent": "{{ 'a\n' | indent(10**10) }}",
-    "tojson indent": "{{ [1] | tojson(indent=10**10) }}",
-    "slices": "{% set s = 'a' * 10**7 %}{% for i in range(10**5) %}{% set x = s[::-1] %}{% endfor %}",
-    "output": "{% set s = 'a' * 10**6 %}{% for i in range(10**5) %}{{ s }}{% endfor %}",
+    "empty lists": "{{ ([[]] * 10**9) | length }}",
+    "a codec that takes the square": "{{ ('é' * 10**6).encode('punycode') }}",
+    "long output": "{{ 'a' * 10**7 }}",
+    "long error": "{{ raise_exception('a' * 10**8) }}",
+    "a search that builds nothing": "{% set s = 'a' * 10**6 %}{% for i in range(99999) %}{{ 'b' in s }}{% endfor %}",
 }
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_template_cannot_hold_the_engine(name, monkeypatch):
-    monkeypatch.setattr(chat_template, "RENDER_UNITS", 2_000_000)  # a bound that is reached soon
-    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 1e6)  # and reached by what is paid, not by the clock
+def test_a_template_that_takes_too_much_ends_in_an_error_and_the_next_one_renders(name, monkeypatch):
+    monkeypatch.setattr(template_process, "SECONDS", 0.3)
     with pytest.raises(TemplateError) as error:
         render(BOMBS[name])
-    assert "MemoryError" not in str(error.value)  # stopped before, not by, the memory's end
+    assert len(str(error.value)) <= 1000 and render("ok") == "ok"
 
 
-def test_cpu_time_is_bounded_where_units_are_not(monkeypatch):
-    """Searching a long string costs time but builds nothing."""
-    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.05)
-    with pytest.raises(TemplateError, match="CPU time"):
-        render("{% set s = 'a' * 10**6 %}{% for i in range(10**5) %}{% if 'b' in s %}{% endif %}{% endfor %}")
+def test_an_answer_that_comes_too_late_is_nobody_elses(monkeypatch):
+    """Ctrl-C in the middle of a rendering leaves its answer unread."""
+    render("warm")
+    process = chat_template.PROCESS._process
+    reading = process.stdout.readline
+    process.stdout = type("", (), {"readline": lambda: (_ for _ in ()).throw(KeyboardInterrupt)})
+    with pytest.raises(KeyboardInterrupt):
+        render("first")
+    assert render("second") == "second" and json.loads(reading()) == {"text": "first"}
 
 
 @pytest.mark.parametrize(
-    "escape",
-    [
-        "{{ ''.__class__.__mro__ }}",
-        "{{ messages.append(1) }}",
-        "{{ cycler.__init__.__globals__.os }}",
-        "{{ lipsum() }}",
-    ],
+    "escape", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ cycler.__init__.__globals__.os }}"]
 )
 def test_a_template_cannot_leave_the_sandbox(escape):
     try:
