@@ -31,15 +31,7 @@ from formats import gguf
 from formats.config import CheckpointError, ModelConfig
 from formats.download import REGISTRY, fetch, hub_folder
 from formats.families import ARCHITECTURES, from_gguf, from_hf, gguf_name, tensor_shapes
-from formats.folder_files import (
-    PICKLES,
-    no_config,
-    no_weights,
-    pickle_refusal,
-    read_header,
-    read_json,
-    some_of,
-)
+from formats.folder_files import PICKLE_REFUSAL, PICKLES, no_config, no_weights, read_header, read_json, some_of
 
 __all__ = ["Checkpoint", "CheckpointError", "ModelConfig", "fetch", "open_checkpoint", "tensor_shapes"]
 
@@ -61,10 +53,10 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
         return FolderCheckpoint(path)
     if path.is_file():
         if path.suffix in PICKLES:
-            raise CheckpointError(pickle_refusal(path))
+            raise CheckpointError(PICKLE_REFUSAL.format(path))
         if path.suffix == ".safetensors":
             raise CheckpointError(
-                f"{path} is one file of a checkpoint: name the folder {path.parent} with its config.json."
+                f"{path} is a part of a checkpoint: name the folder {path.parent} with its config.json."
             )
         return GGUFCheckpoint(path)
     if isinstance(model, str) and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model) and path.suffix != ".gguf":
@@ -82,20 +74,19 @@ class Checkpoint:
     scheme if quantize.py wrote the folder, or None). Tensors may be views of mapped files: read them, do not write.
     """
 
+    config: ModelConfig
     gguf: gguf.File | None = None
     quant: dict | None = None
 
     def __init__(self, path: Path):
-        self.path = path
-        self.generation_config: dict = {}
-        self.config: ModelConfig
-        self._shapes: dict[str, tuple[int, ...]]
+        self.path, self.generation_config = path, {}
 
     def names(self) -> list[str]:
         """The names of all tensors to load: exactly those that the config demands."""
-        return list(self._shapes)
+        return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """As stored; of a matrix that a quantised folder holds in parts, its own."""
         return self._shapes[name]
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -113,38 +104,32 @@ class Checkpoint:
         """The name that the file itself has for a tensor."""
         return name
 
-    def _check(self, shapes: dict[str, tuple[int, ...]], where: str) -> dict[str, tuple[int, ...]]:
-        """`shapes` without leftovers, in the config's order; refuses what is missing, unknown, or of another shape."""
-        expected = tensor_shapes(self.config)
+    def _check(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Set names and shapes; refuse tensors that are missing, unknown, or of another shape than the config's."""
+        expected, names = tensor_shapes(self.config), []
         left = {name: shape for name, shape in shapes.items() if not LEFTOVER.search(name)}
-        if self.quant is not None:
-            expected = _quantised_names(expected, left)
-        missing = [name for name in expected if name not in left]
-        unknown = [name for name in left if name not in expected]
+        parts: dict[str, list[str]] = {}  # what quantize.py replaced a matrix by; their shapes are the scheme's
+        for name in left:
+            if self.quant is not None and name not in expected:
+                parts.setdefault(name.rpartition(".")[0] + ".weight", []).append(name)
+        for name in expected:
+            names += [name] if name in left else parts.get(name, [name])
+        missing = [self._stored(name) for name in names if name not in left]
+        unknown = [name for name in left if name not in set(names)]
         if missing or unknown:
             raise CheckpointError(
-                f"{where} does not hold the tensors that its config asks for."
-                + (f" Missing ({len(missing)}): {some_of([self._stored(n) for n in missing])}." if missing else "")
+                f"{self.path} does not hold the tensors that its config asks for."
+                + (f" Missing ({len(missing)}): {some_of(missing)}." if missing else "")
                 + (f" Unknown ({len(unknown)}): {some_of(unknown)}." if unknown else "")
                 + " The weights and the config are not of the same model, or a part of them is not here."
             )
         for name, shape in expected.items():
-            if shape is not None and left[name] != shape:
+            if left.get(name, shape) != shape:
                 raise CheckpointError(
-                    f"{where}: tensor {self._stored(name)!r} has shape {list(left[name])}, but the config asks for "
+                    f"{self.path}: tensor {self._stored(name)!r} has shape {list(left[name])}, but the config asks for "
                     f"{list(shape)}: the weights and the config are not of the same model."
                 )
-        return {name: left[name] for name in expected}
-
-
-def _quantised_names(expected: dict, shapes: dict) -> dict:
-    """Where quantize.py replaced a matrix: its parts instead of .weight, with shapes left to the scheme (None)."""
-    names = {}
-    for name, shape in expected.items():
-        stem = name.removesuffix(".weight")
-        parts = [] if name in shapes else [n for n in shapes if n.rpartition(".")[0] == stem and n not in expected]
-        names |= dict.fromkeys(parts) if parts else {name: shape}
-    return names
+        self._names, self._shapes = names, left | expected
 
 
 class FolderCheckpoint(Checkpoint):
@@ -153,8 +138,7 @@ class FolderCheckpoint(Checkpoint):
     def __init__(self, path: Path):
         super().__init__(path)
         settings = read_json(path / "config.json", no_config(path))
-        if (path / "generation_config.json").exists():
-            self.generation_config = read_json(path / "generation_config.json")
+        self.generation_config = read_json(path / "generation_config.json")
         self.config = from_hf(settings, self.generation_config, str(path / "config.json"))
         files, index = self._locate()
         self._files: dict[str, Path] = {}
@@ -170,7 +154,7 @@ class FolderCheckpoint(Checkpoint):
             raise CheckpointError(f"{path}: the index assigns tensors to files that lack them: {some_of(lost)}.")
         self._settle_head(shapes)
         self._settle_dtype(dtypes)
-        self._shapes = self._check(shapes, str(path))
+        self._check(shapes)
 
     def _locate(self) -> tuple[list[Path], dict[str, str] | None]:
         """The files to read, and which tensor counts in which of them (None: all of a single file).
@@ -239,8 +223,8 @@ class GGUFCheckpoint(Checkpoint):
         dense = {t.kind for t in tensors.values() if len(t.shape) > 1} <= {"F32", "F16", "BF16"}
         dtype = DTYPES[tensors["token_embd.weight"].kind] if dense else "float32"
         self.config = replace(self.config, dtype=dtype, rope_scaling=self._rope_scaling())
-        self._names = {self._stored(name): name for name in tensor_shapes(self.config)}
-        self._shapes = self._check({self._names.get(name, name): t.shape for name, t in tensors.items()}, str(path))
+        ours = {self._stored(name): name for name in tensor_shapes(self.config)}
+        self._check({ours.get(name, name): t.shape for name, t in tensors.items()})
 
     def _stored(self, name: str) -> str:
         return gguf_name(self.config, name)

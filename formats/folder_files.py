@@ -23,6 +23,12 @@ from formats.config import CheckpointError
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 QUANT_KEY = "vitrine_quant"  # metadata entry of the safetensors files that quantize.py writes
 
+LFS_REFUSAL = "{} is a Git LFS pointer, not the file itself: run `git lfs pull` in its repository."
+PICKLE_REFUSAL = (
+    "{} is a pickle, which can run any code when it is opened: never read here. Convert it on a machine where that is "
+    "acceptable: transformers' AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)."
+)
+
 
 def some_of(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
@@ -36,7 +42,7 @@ def read_json(path: Path, absent: str = "") -> dict:
         raise CheckpointError(absent)
     raw = path.read_bytes()
     if raw.startswith(gguf.LFS_POINTER):
-        raise CheckpointError(_lfs_refusal(path))
+        raise CheckpointError(LFS_REFUSAL.format(path))
     try:
         content = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -56,9 +62,12 @@ def read_header(path: Path) -> tuple[dict[str, tuple[tuple[int, ...], str]], dic
     except (SafetensorError, OSError) as error:
         raise CheckpointError(_explain(path, error)) from error
     try:
-        return header, None if quant is None else json.loads(quant)
-    except ValueError as error:
-        raise CheckpointError(f"{path}: its {QUANT_KEY} metadata is not JSON ({error}).") from error
+        quant = json.loads(quant or "null")
+        if quant is not None and not (type(quant["version"]) is int and isinstance(quant["scheme"], str)):
+            raise TypeError("version and scheme must be a number and a name")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: its {QUANT_KEY} metadata is damaged ({error!r}): quantise again.") from error
+    return header, quant
 
 
 def _explain(path: Path, error: Exception) -> str:
@@ -66,40 +75,22 @@ def _explain(path: Path, error: Exception) -> str:
     if not path.is_file():
         return f"{path} is not a file ({error})."
     with open(path, "rb") as file:
-        head = file.read(64)
-        size = path.stat().st_size
+        head, size = file.read(64), path.stat().st_size
         length = int.from_bytes(head[:8], "little")
         if head.startswith(gguf.LFS_POINTER):
-            return _lfs_refusal(path)
+            return LFS_REFUSAL.format(path)
         if size < 8 or length > size - 8:
-            return (
-                f"{path}: its header should have {length} bytes, but the file has {size}: truncated or not safetensors."
-            )
+            return f"{path}: its header claims {length} bytes, the file has {size}: truncated or not safetensors."
         file.seek(8)
         try:
             table = json.loads(file.read(length))
-            ends = {
-                name: 8 + length + entry["data_offsets"][1] for name, entry in table.items() if name != "__metadata__"
-            }
+            ends = {name: 8 + length + entry["data_offsets"][1] for name, entry in table.items() if name[:2] != "__"}
             last = max(ends, key=ends.get)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
             return f"{path}: its header is damaged, or it is not a safetensors file ({error}): fetch it again."
     if ends[last] > size:
-        return (
-            f"{path} is truncated: tensor {last!r} ends at byte {ends[last]}, but the file has {size}: fetch it again."
-        )
+        return f"{path} is truncated: tensor {last!r} ends at byte {ends[last]} of {size}: fetch it again."
     return f"{path} is damaged ({error}): fetch it again."
-
-
-def _lfs_refusal(path: Path) -> str:
-    return f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull` in its repository."
-
-
-def pickle_refusal(path: Path) -> str:
-    return (
-        f"{path} is a pickle, which can run any code when it is opened: never read here. Convert it on a machine where "
-        f"that is acceptable: transformers' AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)."
-    )
 
 
 def no_config(path: Path) -> str:
@@ -112,4 +103,4 @@ def no_weights(path: Path, files: list[Path]) -> str:
     if files:
         return f"{path} holds {len(files)} safetensors files and no model.safetensors.index.json: fetch the index too."
     pickles = [f for f in sorted(path.iterdir()) if f.suffix in PICKLES]
-    return pickle_refusal(pickles[0]) if pickles else f"{path} holds no weights: no *.safetensors is there."
+    return PICKLE_REFUSAL.format(pickles[0]) if pickles else f"{path} holds no weights: no *.safetensors is there."

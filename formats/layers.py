@@ -76,15 +76,15 @@ def load_rows(ckpt, names: list[str], scheme: Scheme) -> list[QuantRows]:
 
 def stored_rows(ckpt, layer: str, scheme: Scheme) -> QuantRows:
     """Rows of a folder that formats/quantized_folder.py wrote. Raises ValueError naming a part that is not there."""
-    n, k = ckpt.quant["shapes"][layer]
+    n, k = ckpt.shape(f"{layer}.weight")
     stored = {name.rpartition(".")[2]: name for name in ckpt.names() if name.rpartition(".")[0] == layer}
     parts = {part: ckpt.tensor(name) for part, name in stored.items() if part != "bias"}
     held = {part: (t.dtype, tuple(t.shape)) for part, t in parts.items()}
-    for form in (scheme, INT8, INT8_G32):  # what `scheme_for` may have chosen
-        layout = form.layout(n, k)
-        if held == layout:
-            return QuantRows(form, {part: parts[part] for part in layout}, k)
-    lost = ", ".join(f"{layer}.{part}" for part in scheme.layout(n, k) if part not in held)
+    forms = {form: form.layout(n, k) for form in (scheme, INT8, INT8_G32)}  # what `scheme_for` may have chosen
+    form = min(forms, key=lambda form: len(forms[form].items() ^ held.items()))
+    if held == forms[form]:
+        return QuantRows(form, {part: parts[part] for part in forms[form]}, k)
+    lost = ", ".join(f"{layer}.{part}" for part in forms[form] if part not in held)
     fault = f"{lost} is missing" if lost else f"the parts of {layer} are not those of a [{n}, {k}] weight"
     raise ValueError(f"{ckpt.path}: {fault}: the folder is damaged; quantise the original model again")
 

@@ -313,10 +313,13 @@ def test_a_folder_of_quantize_py(folder):
     rewrite(folder, quantise)
     tensors = load_file(folder / "model.safetensors")
     assert "U8" in refusal(folder)  # without the scheme, bytes are not weights
-    scheme = {"scheme": "int4", "group_size": 32}
+    scheme = {"version": 1, "scheme": "int4", "group_size": 32}
     save_file(tensors, folder / "model.safetensors", metadata={folder_files.QUANT_KEY: json.dumps(scheme)})
     ours = open_checkpoint(folder)
     assert ours.quant == scheme and set(ours.names()) == set(tensors)
+    for damaged in ("{", "[]", "{}", '{"version": 1}', '{"version": "x", "scheme": 4}', "[" * 100_000):
+        save_file(tensors, folder / "model.safetensors", metadata={folder_files.QUANT_KEY: damaged})
+        assert "metadata is damaged" in refusal(folder) and "model.safetensors" in refusal(folder)
 
 
 CHILD = """

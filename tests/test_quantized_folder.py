@@ -156,16 +156,29 @@ def test_the_file_holds_one_table_and_what_the_formula_says(llama, tmp_path):
     assert about["shapes"]["model.layers.1.mlp.down_proj"] == [80, 96]
 
 
-@pytest.mark.parametrize("part", ["qweight", "scales", "mins"])
-def test_a_part_that_is_missing_is_named(llama, tmp_path, part):
-    out = save_quantized(llama, "int4", tmp_path / "q")
+def spoiled(llama, out: Path, layer: str, *parts: str, **added) -> str:
+    """What is said when a folder lacks `parts` of a layer, or holds others."""
+    save_quantized(llama, "int4", out, force=True)
     with safe_open(out / WEIGHTS, framework="pt") as file:
         metadata = file.metadata()
     stored = load_file(out / WEIGHTS)
-    del stored[f"model.layers.1.mlp.up_proj.{part}"]
-    save_file(stored, out / WEIGHTS, metadata)
-    with pytest.raises(ValueError, match=rf"model\.layers\.1\.mlp\.up_proj\.{part} is missing.*damaged"):
+    for part in parts:
+        del stored[f"{layer}.{part}"]
+    save_file(stored | {f"{layer}.{part}": tensor for part, tensor in added.items()}, out / WEIGHTS, metadata)
+    with pytest.raises(ValueError) as caught:
         Transformer(open_checkpoint(out))
+    return str(caught.value)
+
+
+def test_every_stored_part_of_a_tensor_is_accounted_for_by_name(llama, tmp_path):
+    layer, out = "model.layers.1.mlp.up_proj", tmp_path / "q"
+    for part in ("qweight", "scales", "mins"):
+        assert f"{layer}.{part} is missing: the folder is damaged" in spoiled(llama, out, layer, part)
+    assert "model.embed_tokens.scales is missing" in spoiled(llama, out, "model.embed_tokens", "scales")
+    assert f"Missing (1): {layer}.weight" in spoiled(llama, out, layer, "qweight", "scales", "mins")
+    assert f"the parts of {layer} are not" in spoiled(llama, out, layer, more=torch.ones(1))
+    assert f"the parts of {layer} are not" in spoiled(llama, out, layer, scales=torch.ones(96, 3))
+    assert "Unknown (1): model.layers.9.x" in spoiled(llama, out, "model.layers.9", x=torch.ones(1))
 
 
 def test_a_quantised_folder_decodes_with_captured_kernels_without_being_told(llama, tmp_path):
