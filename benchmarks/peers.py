@@ -94,7 +94,6 @@ def hf_model(ckpt):
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     weights = {name: ckpt.tensor(name).to(torch.float32, copy=True) for name in ckpt.names()}
     model.load_state_dict(weights, strict=not ckpt.config.tie_word_embeddings)
-    model.tie_weights()
     return model
 
 

@@ -190,7 +190,7 @@ class Simulation:
             request.first_token = self.now
             self.times["queueing_s"].append(request.admitted - request.arrival)
             self.times["ttft_s"].append(self.now - request.arrival)
-        seq.tokens.append(-1 - seq.number)  # a token of its own, so that only true continuations share a prefix
+        seq.tokens.append(-1)  # which one does not matter: every request's own text comes before it
         answered = len(seq.tokens) - seq.num_prompt
         if answered == request.answer:
             self.scheduler.finish(seq)

@@ -107,8 +107,7 @@ def size(args: argparse.Namespace) -> dict:
     context = args.context or most
     if context > most:
         raise ValueError(f"--context {context:,}: this model takes at most {most:,} tokens")
-    kv_dtype = args.kv_dtype or args.dtype
-    shape = config.num_kv_heads, config.head_dim, DTYPES[kv_dtype].itemsize
+    shape = config.num_kv_heads, config.head_dim, DTYPES[args.kv_dtype].itemsize
     per_token, per_block = (block_bytes(config.num_layers, n, *shape) for n in (1, args.block_size))
     memory = args.memory or usable_memory()[0]
     pool = max(0, (memory - weights.nbytes) // per_block - 1)  # block 0 is padding
@@ -126,7 +125,7 @@ def size(args: argparse.Namespace) -> dict:
         "weight_bytes": weights.nbytes,
         "step_bytes": weights.step_bytes,
         "bits_per_weight": round(8 * weights.nbytes / weights.parameters, 3),
-        "kv_dtype": kv_dtype,
+        "kv_dtype": args.kv_dtype,
         "kv_bytes_per_token": per_token,
         "context": context,
         "kv_bytes_per_request": each * per_block,
@@ -172,13 +171,6 @@ def as_text(figures: dict) -> str:
 # ---- the command
 
 
-def kind_of_float(text: str) -> str:
-    name = SHORT.get(text, text)
-    if name not in DTYPES:
-        raise ValueError(f"use one of {', '.join([*DTYPES, *SHORT])}")
-    return name
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("bench.py size", description="What a model needs, and what fits.")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
@@ -190,9 +182,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, metavar="N", help="tokens of a request; default: all the model takes")
     parser.add_argument("--concurrency", type=int, default=1, metavar="C", help="requests at once")
     parser.add_argument("--quant", choices=list(SCHEMES))
-    floats = {"type": value_of(kind_of_float), "metavar": "TYPE"}
-    parser.add_argument("--dtype", default="float32", **floats, help="of dense weights; default float32, as on a CPU")
-    parser.add_argument("--kv-dtype", **floats, help="of keys and values; default: that of --dtype")
+    floats = [*DTYPES, *SHORT]
+    parser.add_argument("--dtype", default="float32", choices=floats, help="of dense weights; default as on a CPU")
+    parser.add_argument("--kv-dtype", choices=floats, help="of keys and values; default: that of --dtype")
     parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens of a KV page")
     memory = value_of(parse_memory)
     parser.add_argument("--memory", type=memory, metavar="BYTES", help="such as 24G; default: what is free here")
@@ -201,6 +193,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, metavar="N", help="of the two measurements")
     args = parser.parse_args(argv)
     check(args, given(parser, argv, args))
+    args.dtype, args.kv_dtype = (SHORT.get(name, name) for name in (args.dtype, args.kv_dtype or args.dtype))
     return args
 
 
