@@ -20,10 +20,13 @@ Left out: unigram, WordPiece and RWKV vocabularies; an unknown name is refused.
 
 import re
 from collections.abc import Mapping
+from functools import partial
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+from formats.command_line import warn
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 SPACE = "▁"
 
 # What follows the contractions and the words: punctuation with its line ends, then blanks. Llama 3 and Qwen share it.
@@ -43,29 +46,22 @@ def _cut(pattern: str):
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def _gpt2():
-    return pre_tokenizers.ByteLevel(add_prefix_space=False)
+def _gpt2(*before):
+    return pre_tokenizers.Sequence([*before, pre_tokenizers.ByteLevel(add_prefix_space=False)])
 
 
 def _digits_then_gpt2():
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
+    return _gpt2(pre_tokenizers.Digits(individual_digits=True))
 
 
 # tokenizer.ggml.pre -> (how to cut, whole words that are in the vocabulary stay unmerged, BOS is normally added)
 PRE_TOKENIZERS = {
     "gpt-2": (_gpt2, False, False),
-    "smollm": (_digits_then_gpt2, False, False),
-    "starcoder": (_digits_then_gpt2, False, False),
-    "llama-bpe": (lambda: _cut(_LLAMA3), True, True),
-    "llama3": (lambda: _cut(_LLAMA3), True, True),
-    "llama-v3": (lambda: _cut(_LLAMA3), True, True),
-    "smaug-bpe": (lambda: _cut(_LLAMA3), True, True),
-    "qwen2": (lambda: _cut(_QWEN2), False, False),
-    "deepseek-r1-qwen": (lambda: _cut(_QWEN2), False, False),
-    "tekken": (lambda: _cut(_TEKKEN), True, True),
+    **dict.fromkeys(("smollm", "starcoder"), (_digits_then_gpt2, False, False)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe"), (partial(_cut, _LLAMA3), True, True)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (partial(_cut, _QWEN2), False, False)),
+    "tekken": (partial(_cut, _TEKKEN), True, True),
 }
-
-
 LISTS = {"tokens": str, "token_type": int, "merges": str, "scores": float}
 TEXTS = ("model", "pre")
 TEMPLATE = re.compile(r"tokenizer\.chat_template(\..*)?")  # the plural lists the names of the named ones
@@ -107,18 +103,18 @@ def build(metadata: Mapping) -> tuple[Tokenizer, bool]:
     if len(types) != len(tokens):
         raise ValueError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens: damaged file")
     library, add_bos = (_byte_level if model == "gpt2" else _sentencepiece)(metadata, tokens, types)
+    added = [(text, kind) for text, kind in zip(tokens, types, strict=True) if kind in (UNKNOWN, CONTROL, USER_DEFINED)]
     library.add_tokens(
-        [
-            AddedToken(text, special=kind != USER_DEFINED, normalized=False)
-            for text, kind in zip(tokens, types, strict=True)
-            if kind in (UNKNOWN, CONTROL, USER_DEFINED) and text
-        ]
+        [AddedToken(text, special=kind != USER_DEFINED, normalized=False) for text, kind in added if text]
     )
     return library, add_bos
 
 
 def _byte_level(metadata: Mapping, tokens: list[str], types: list[int]) -> tuple[Tokenizer, bool]:
-    pre = metadata.get("tokenizer.ggml.pre", "gpt-2")
+    pre = metadata.get("tokenizer.ggml.pre")
+    if pre is None:
+        warn("warning: the file has no tokenizer.ggml.pre; its text is cut as gpt-2's, which may not be what it needs")
+        pre = "gpt-2"
     if pre not in PRE_TOKENIZERS:
         raise ValueError(
             f"tokenizer.ggml.pre is {pre!r}: how it cuts text is not known here (known: {', '.join(PRE_TOKENIZERS)}); "

@@ -11,8 +11,9 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_tokenizer import gguf_metadata
 
-from formats import gguf
+from formats import gguf, gguf_vocab
 from formats.config import CheckpointError
 
 QUANTISED = [name for name, kind in gguf.KINDS.items() if kind.dense is None]
@@ -292,3 +293,12 @@ def test_changed_bytes_are_refused_or_harmless(tmp_path):
         for name, info in file.tensors.items():
             assert file.tensor(name).shape == info.shape
     assert refused > 500
+
+
+def test_a_missing_label_of_the_pre_tokenizer_is_warned_of(capsys):
+    metadata = gguf_metadata("gpt2") | {"tokenizer.ggml.pre": "gpt-2"}
+    ids = gguf_vocab.build(metadata)[0].encode("the x").ids
+    assert capsys.readouterr().err == ""
+    del metadata["tokenizer.ggml.pre"]
+    assert gguf_vocab.build(metadata)[0].encode("the x").ids == ids
+    assert "no tokenizer.ggml.pre" in capsys.readouterr().err
