@@ -33,7 +33,7 @@ import tokenizers
 
 from formats import gguf_vocab
 from formats.chat_template import ChatTemplate, ControlStrings, Shield
-from formats.tokenizer_files import add_missing_tokens, content_of, decoding_of, read_json, read_library, read_templates
+from formats.tokenizer_files import content_of, decoding_of, read_json, read_library, read_templates
 
 BLANKS = re.compile(r"\s*")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the library's threads would compete with the engine's
@@ -185,9 +185,8 @@ class Tokenizer:
     def from_folder(cls, path: str | Path) -> "Tokenizer":
         """From an HF folder. Raises ValueError naming the file that is missing or wrong."""
         folder = Path(path)
-        library = read_library(folder / "tokenizer.json")
         config = read_json(folder / "tokenizer_config.json")
-        add_missing_tokens(library, config.get("added_tokens_decoder") or {})
+        library = read_library(folder, config.get("added_tokens_decoder") or {})
         named = read_json(folder / "special_tokens_map.json") | config
         specials = {key: content_of(named[key], key) for key in SPECIAL_KEYS if named.get(key) is not None}
         templates = read_templates(folder, config)

@@ -21,6 +21,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from formats.fields import SURROGATE
 from formats.template_process import TemplateError, TemplateProcess
 
 PROCESS = TemplateProcess()
@@ -66,6 +67,8 @@ class Shield:
         return self.marks.setdefault(literal, chr(0xF0001 + len(self.marks)))
 
     def _hide_text(self, text: str) -> str:
+        if SURROGATE.search(text):
+            raise TemplateError(f"{text!r:.80} cannot be encoded: it must be a string without lone surrogates")
         text = self._controls.hidden.sub(lambda match: self._mark(match[0]), text)
         body = text.strip()  # templates trim, so the edge of a text is where its blanks end
         before = self._mark("") if body.startswith(self._controls.endings) else ""
@@ -124,7 +127,9 @@ class ChatTemplate:
         return text[: text.rindex(shield.end)].replace(shield.end, "")
 
     def _source(self, with_tools: bool) -> str:
-        for name in ("tool_use", "default") if with_tools else ("default",):
+        """ "tool_use" for tools, else "default", else the first that the file lists."""
+        names = ["tool_use", "default"] if with_tools else ["default"]
+        for name in [*names, *self.sources]:
             if name in self.sources:
                 return self.sources[name]
         raise TemplateError(

@@ -6,7 +6,7 @@ parts of the same thing, by conventions of many years, and a part that is overlo
 The idea. Each function reads one part, and names the file, the key and the value in whatever it refuses:
 
     tokenizer.json ──► read_library ──► decoding_of      how its pieces write bytes and spaces
-    tokenizer_config.json, special_tokens_map.json ──► read_json, content_of, add_missing_tokens
+    tokenizer_config.json, special_tokens_map.json ──► read_json, content_of, read_library
     chat_template.jinja, additional_chat_templates/, tokenizer_config.json, chat_template.json ──► read_templates
 
 Left out: GGUF vocabularies (gguf_vocab.py), tokenizer.model without tokenizer.json.
@@ -19,6 +19,8 @@ from typing import Any
 import tokenizers
 
 from formats.folder_files import read_json
+
+MOST_FILLERS = 10_000  # a damaged id must not become a vocabulary of that length
 
 
 def decoding_of(library: tokenizers.Tokenizer) -> tuple[bool, str, bool]:
@@ -53,16 +55,50 @@ def steps_of(component: Any) -> list[dict]:
     return definition.get("decoders") or definition.get("pretokenizers") or [definition]
 
 
-def read_library(path: Path) -> tokenizers.Tokenizer:
-    if not path.is_file():
-        raise ValueError(
-            f"{path} is missing: a folder needs tokenizer.json (transformers converts a tokenizer.model: "
-            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder))"
-        )
+def read_library(folder: Path, added: dict[str, dict]) -> tokenizers.Tokenizer:
+    """tokenizer.json with the tokens that tokenizer_config.json adds, by id, each under the id that is written.
+
+    The library numbers added tokens in a row, whatever the file says: ids that no token has are given to fillers.
+    """
+    path = folder / "tokenizer.json"
+    definition = read_json(
+        path,
+        f"{path} is missing: a folder needs tokenizer.json (transformers converts a tokenizer.model: "
+        "AutoTokenizer.from_pretrained(folder).save_pretrained(folder))",
+    )
+    library = _library(path, definition)
+    if not isinstance(added, dict) or not all(i.isdecimal() and isinstance(token, dict) for i, token in added.items()):
+        raise ValueError("tokenizer_config.json: added_tokens_decoder must map token ids to objects with their content")
+    named = {content_of(token, f"added_tokens_decoder[{i}]"): int(i) for i, token in added.items()}
+    tokens = {token["id"]: token for token in definition.get("added_tokens") or ()}
+    tokens |= {i: _token(**added[str(i)]) for text, i in named.items() if library.token_to_id(text) is None}
+    if any(library.token_to_id(token["content"]) != i for i, token in tokens.items()):
+        first, end = library.get_vocab_size(with_added_tokens=False), max(tokens)
+        fillers = range(first, min(end, first + MOST_FILLERS))
+        tokens = {i: _token(f"<|unused {i}|>", special=True) for i in fillers} | tokens
+        definition["added_tokens"] = [{**token, "id": i} for i, token in sorted(tokens.items())]
+        library = _library(path, definition)
+    for text, i in named.items():
+        if library.token_to_id(text) != i:
+            raise ValueError(
+                f"tokenizer_config.json gives {text!r} the id {i}, tokenizer.json {library.token_to_id(text)}: "
+                "the files do not belong together"
+            )
+    return library
+
+
+def _library(path: Path, definition: dict) -> tokenizers.Tokenizer:
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        return tokenizers.Tokenizer.from_str(json.dumps(definition))
     except Exception as error:  # the library raises a bare Exception for every kind of bad file
         raise ValueError(f"{path} is not a tokenizer: {error}") from error
+
+
+def _token(content: str, special=False, lstrip=False, rstrip=False, single_word=False, normalized=None, **_) -> dict:
+    """An added token as tokenizer.json writes it."""
+    normalized = not special if normalized is None else normalized
+    blanks = {"lstrip": lstrip, "rstrip": rstrip, "single_word": single_word}
+    return {"content": content, "special": special, "normalized": normalized, **blanks}
 
 
 def content_of(token: Any, key: str) -> str:
@@ -73,24 +109,6 @@ def content_of(token: Any, key: str) -> str:
             f"tokenizer_config.json: {key} is {token!r}; it must be a token's text, or an object with a content"
         )
     return content
-
-
-def add_missing_tokens(library: tokenizers.Tokenizer, added: dict[str, dict]) -> None:
-    """tokenizer_config.json may list added tokens that tokenizer.json lacks; each must get the id that is written."""
-    if not isinstance(added, dict) or not all(i.isdecimal() and isinstance(token, dict) for i, token in added.items()):
-        raise ValueError("tokenizer_config.json: added_tokens_decoder must map token ids to objects with their content")
-    for token_id, token in sorted(added.items(), key=lambda item: int(item[0])):
-        content_of(token, f"added_tokens_decoder[{token_id}]")
-        if library.token_to_id(token["content"]) is None:
-            flags = {
-                key: token[key] for key in ("special", "lstrip", "rstrip", "single_word", "normalized") if key in token
-            }
-            library.add_tokens([tokenizers.AddedToken(token["content"], **flags)])
-        if library.token_to_id(token["content"]) != int(token_id):
-            raise ValueError(
-                f"tokenizer_config.json gives {token['content']!r} the id {token_id}, tokenizer.json "
-                f"{library.token_to_id(token['content'])}: the files do not belong together"
-            )
 
 
 def read_templates(folder: Path, config: dict) -> dict[str, str]:

@@ -67,6 +67,11 @@ def test_tool_use_template_is_taken_for_tools():
     assert chat.render(USER) == "plain" and chat.render(USER, tools=[{"function": {"name": "f"}}]) == "f"
 
 
+@pytest.mark.parametrize("names", [["chat"], ["tool_use"], ["chat", "rag"]])
+def test_without_a_default_the_first_template_is_taken(names):
+    assert ChatTemplate({name: name for name in names}, {}).render(USER) == names[0]
+
+
 def test_arguments_of_tool_calls_are_objects():
     call = {"type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}}
     messages = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}]

@@ -87,15 +87,20 @@ def test_training_truncation_in_tokenizer_json_is_ignored(tmp_path):
     assert tokenizer.decode(tokenizer.encode("a long text")) == "a long text"
 
 
-def test_added_tokens_of_the_config_get_their_written_ids(tmp_path):
-    library = byte_level_library()
-    n = library.get_vocab_size()
-    added = {str(n): {"content": "<new>", "special": True}}
-    tokenizer = Tokenizer.from_folder(folder(tmp_path, library, added_tokens_decoder=added))
-    assert tokenizer.encode("a<new>")[-1] == n and tokenizer.is_special(n) and tokenizer.vocab_size == n + 1
-    with pytest.raises(ValueError, match="do not belong together"):
-        wrong = {str(n + 5): {"content": "<new>", "special": True}}
-        Tokenizer.from_folder(folder(tmp_path, library, added_tokens_decoder=wrong))
+def test_added_tokens_get_their_written_ids_also_behind_a_gap(tmp_path):
+    n = byte_level_library().get_vocab_size()
+    for i in (n, n + 5):
+        added = {str(i): {"content": "<new>", "special": True}}
+        tokenizer = Tokenizer.from_folder(folder(tmp_path, byte_level_library(), added_tokens_decoder=added))
+        assert tokenizer.encode("a<new>")[-1] == i and tokenizer.is_special(i) and tokenizer.vocab_size == i + 1
+        assert tokenizer.decode(range(n, i)) == ""  # ids that no token has
+    definition = json.loads((tmp_path / "tokenizer.json").read_text())
+    definition["added_tokens"][-1]["id"] += 3  # in tokenizer.json itself
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
+    assert Tokenizer.from_folder(tmp_path).encode("<think>") == [n - 1 + 3]
+    for wrong in ({"0": {"content": "<s>"}}, {"1000000000": {"content": "<far>"}}):
+        with pytest.raises(ValueError, match="do not belong together"):
+            Tokenizer.from_folder(folder(tmp_path, byte_level_library(), added_tokens_decoder=wrong))
 
 
 def test_specials_come_from_the_config_or_the_map(tmp_path):
@@ -146,9 +151,23 @@ def test_unknown_decoders_are_refused(decoder):
         Tokenizer(library, {}, {})
 
 
-def test_lone_surrogate_is_a_value_error():
+def test_a_lone_surrogate_is_refused_wherever_a_text_has_it():
+    half, user, tokenizer = "a\ud800", {"role": "user", "content": "hi"}, tiny("bytes")
     with pytest.raises(ValueError, match="surrogate"):
-        tiny("bytes").encode("a\ud800")
+        tokenizer.encode(half)
+    call = {"function": {"name": "f", "arguments": json.dumps({"a": half})}}
+    template = CHATML + "{{ extra }}{% for m in messages %}{{ m.tool_calls }}{% endfor %}{{ tools }}"
+    tokenizer = Tokenizer(byte_level_library(), {}, {"default": template})
+    for messages, options in (
+        ([user | {"content": half}], {}),
+        ([user | {"content": [{"type": "text", "text": half}]}], {}),
+        ([user | {"role": half}], {}),
+        ([user | {"tool_calls": [call]}], {}),
+        ([user], {"extra": half}),
+        ([user], {"tools": [{half: 1}]}),
+    ):
+        with pytest.raises(ValueError, match="surrogate"):
+            tokenizer.encode_chat(messages, **options)
 
 
 def test_saved_folder_makes_the_same_tokenizer(tmp_path):
