@@ -190,6 +190,13 @@ def ollama_routes(service: Service) -> APIRouter:
         served = service.model(body.model)
         return await answer(http, served, body, await service.encode_chat(served, body.messages), chat=True)
 
+    add_model_routes(router, service)
+    return router
+
+
+def add_model_routes(router: APIRouter, service: Service) -> None:
+    """What models there are, and a sentence for what would change that."""
+
     @router.get("/tags", response_model=None)
     async def tags() -> dict:
         """The models there are."""
@@ -225,8 +232,6 @@ def ollama_routes(service: Service) -> APIRouter:
     async def version() -> dict:
         """A version high enough for clients that check it."""
         return {"version": "0.5.0"}
-
-    return router
 
 
 def card(served: Served) -> dict:
