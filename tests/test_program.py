@@ -57,6 +57,11 @@ def test_select_takes_the_likeliest_text_per_token(llm, folder):
             means.append(sum(float(rows[len(prompt) - 1 + i, t]) for i, t in enumerate(ids)) / len(ids))
         assert program["x"] == candidates[means.index(max(means))]
         assert str(program) == start + program["x"]
+    llm.scheduler.drop_cache()
+    program = Program(llm, "once upon a time there was a little engine")
+    program += select("x", candidates)
+    run([program])
+    assert program.cached_tokens >= 4 * (len(candidates) - 1)  # all but the first find the text before the hole
 
 
 def test_branches_share_their_trunk(llm):
