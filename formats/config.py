@@ -25,6 +25,7 @@ import math
 from dataclasses import dataclass
 
 DTYPES = ("float32", "float16", "bfloat16")
+MOST = 2**53  # larger numbers are no sizes, and some are none of Python's floats
 
 
 class CheckpointError(ValueError):
@@ -78,14 +79,14 @@ class Reader:
     def get(self, key: str):
         return self.values.get(self.keys.get(key, key))
 
-    def number(self, key: str, default=None, whole: bool = True, least: float = 1, most: float = math.inf):
+    def number(self, key: str, default=None, whole: bool = True, least: float = 1, most: float = MOST):
         """A number from `least` to `most`; a key that is absent or null gives `default`, or is refused without one."""
         value = self.get(key)
         value = default if value is None else value
         kinds, wanted = ((int,), "an integer") if whole else ((int, float), "a number")
-        if type(value) not in kinds or not math.isfinite(value) or not least <= value <= most:
-            state = "is missing" if value is None else f"is {value!r}"
-            limit = f" and at most {most:,}" if most < math.inf else ""
+        if type(value) not in kinds or not least <= value <= most:
+            state = "is missing" if value is None else f"is {repr(value)[:60]}"
+            limit = f" and at most {most:,}" if most < MOST or type(value) in kinds and value > most else ""
             key = self.keys.get(key, key)
             raise CheckpointError(f"{self.where}: {key} {state}; it must be {wanted} of at least {least:g}{limit}.")
         return value
@@ -128,7 +129,8 @@ def hf_rope(read: Reader) -> dict:
     if any(isinstance(v, dict) for v in rope.values()):
         raise CheckpointError(f"{read.where}: rotary settings {rope!r}: one set for all layers is supported.")
     thetas = [values.get("rope_theta") for values in (rope, parameters, read.values)]
-    theta = next((value for value in thetas if value is not None), 10000.0)
+    given = [Reader({"rope_theta": t}, read.where).real("rope_theta", least=1) for t in thetas if t is not None]
+    theta = [*given, 10000.0][0]
     inner = Reader(rope | {"rope_theta": theta}, f"{read.where}: rope settings")
     for source in (read, inner):
         source.only("partial_rotary_factor", (1, 1.0), "rotating only a part of each head is not supported")
@@ -140,7 +142,7 @@ def hf_rope(read: Reader) -> dict:
         raise CheckpointError(
             f"{read.where}: rope_type {kind!r} is not supported. Supported: default, linear, llama3, yarn."
         )
-    return {"rope_theta": inner.real("rope_theta", least=1), "rope_scaling": SCALINGS[kind](inner, original, positions)}
+    return {"rope_theta": theta, "rope_scaling": SCALINGS[kind](inner, original, positions)}
 
 
 def _llama3(read: Reader, original: int, positions: int) -> dict:

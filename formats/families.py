@@ -138,8 +138,8 @@ def _qwen2(read: Reader, layers: int) -> dict:
     """No window unless use_sliding_window is set: then in the layers of layer_types, or from max_window_layers on."""
     first = read.number("max_window_layers", 28, least=0)
     windowed = _windowed(read, layers, [i >= first for i in range(layers)])
-    none = not read.flag("use_sliding_window") or read.values["sliding_window"] is None
-    return {} if none else _windows(read, windowed)
+    windows = {} if read.values["sliding_window"] is None else _windows(read, windowed)
+    return windows if read.flag("use_sliding_window") else {}
 
 
 def _qwen3(read: Reader, layers: int) -> dict:
@@ -314,6 +314,8 @@ def _config(fields: dict, bos: tuple[int, ...], eos: tuple[int, ...], dtype: str
     """The last fields, and what must hold between the numbers, whichever container they came from."""
     eos = tuple(dict.fromkeys(eos))
     c = ModelConfig(**fields, bos_token_id=bos[0] if bos else None, eos_token_ids=eos, dtype=dtype)
+    if any(i >= c.vocab_size for i in (*bos, *eos)):
+        raise CheckpointError(f"{where}: bos_token_id {bos} or eos_token_id {eos} is beyond the {c.vocab_size} tokens.")
     if c.num_heads % c.num_kv_heads:
         raise CheckpointError(f"{where}: {c.num_heads} attention heads cannot share {c.num_kv_heads} key-value heads.")
     if c.head_dim % 2:

@@ -48,7 +48,7 @@ VALUES = {"const", "enum", "default", "examples"}  # keywords that hold values
 NAMED = {"properties", "patternProperties", "$defs", "definitions"}  # and that hold schemas by name
 ALTERNATIVES = {"$ref", "anyOf", "oneOf"}  # merged with what stands beside them, except these:
 NEUTRAL = {"$schema", "$id", "$defs", "definitions", "$comment", "title", "description", "default", "examples", "type"}
-STRING_OR_COMMENT = re.compile(r'"(\\.|[^"\\\n])*+"?|//[^\n]*|/(\\.|[^/\\\n])++/?')
+STRING_OR_COMMENT = re.compile(r'"(\\.|[^"\\\n])*"?|//[^\n]*|/(\\.|[^/\\\n])+/?')
 
 
 class Vocabulary:

@@ -251,10 +251,27 @@ def test_a_folder_in_the_place_of_a_file(folder):
     assert "model.safetensors is missing" in refusal(folder)
 
 
-def test_a_damaged_number_of_layers_is_refused_at_once(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**12}))
-    assert "num_hidden_layers is 1000000000000" in refusal(folder)
+SIZES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
+NUMBERS = [*SIZES.split(), "max_position_embeddings", "rms_norm_eps", "rope_theta", "sliding_window"]
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_every_number_of_a_config_is_checked(tmp_path, key):
+    folder = tiny.hf_folder(
+        tmp_path / "hf", "qwen2", tokenizer=False
+    )  # without use_sliding_window: checked all the same
+    for number in (-1, 10**12, 10**400, float("nan"), float("inf"), "8", True, []):
+        if key in ("max_position_embeddings", "rope_theta", "rms_norm_eps", "sliding_window") and number == 10**12:
+            continue
+        configure(folder, **{key: number})
+        assert str(folder) in refusal(folder), number
+        configure(folder, **{key: 0})
+    assert key == "rms_norm_eps" or f"{key} is 0" in refusal(folder)
+
+
+def test_token_ids_beyond_the_vocabulary_are_refused(folder):
+    configure(folder, eos_token_id=10**400)
+    assert "eos_token_id" in refusal(folder)
 
 
 def test_truncated_gguf_is_refused_before_loading(tmp_path, folder):
