@@ -26,7 +26,7 @@ import torch
 
 from sampling import Sampled, SamplerState, SamplingParams, prompt_logprobs
 from scheduler import Sequence
-from tokenizer import StopChecker, Tokenizer
+from tokenizer import Tokenizer
 
 
 @dataclass
@@ -156,7 +156,8 @@ class Answer:
         self.detokenizer = self.request.tokenizer.detokenizer(self.request.prompt_ids)
         if self.guide is not None:  # a structured text begins afresh, even where the prompt breaks off in a character
             self.detokenizer.finish()
-        self.stops = StopChecker(list(params.stop), params.include_stop_str_in_output) if params.stop else None
+        stops = params.stop, params.include_stop_str_in_output
+        self.stops = self.request.tokenizer.stop_checker(*stops) if params.stop else None
 
     @property
     def token_ids(self) -> list[int]:
@@ -222,6 +223,8 @@ class Answer:
         if ended:
             piece += self.detokenizer.finish()
         if self.stops is not None:
+            if sampled is not None:  # a special token has no text, but may be part of a stop string
+                piece += self.stops.marks.get(sampled.token, "")
             armed = self.sampler.n_output >= self.request.params.min_tokens  # before that, a stop string is only text
             piece, matched = self.stops.feed(piece, armed)
             if matched is not None:

@@ -26,6 +26,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -84,21 +85,32 @@ class StopChecker:
     """Ends a text at the first stop string, without ever showing a piece of it.
 
     The match that *completes* first wins, and of two that complete at the same character the longer one: so the answer
-    is the one a reader of single characters would give, however the text is cut into chunks.
+    is the one a reader of single characters would give, however the text is cut into chunks. `include_stop_str` shows
+    the matched string, too. Raises ValueError for an empty stop string: it would match everything at once.
 
-    `include_stop_str` lets the matched string itself through. Raises ValueError for an empty stop string: it would
-    match everything at once.
+    A stop string may spell special tokens, which add no text. `marks` says what to feed for those that occur: a lone
+    surrogate, which no text holds. `specials` finds their spellings, `id_of` their ids.
     """
 
-    def __init__(self, stop: str | Iterable[str] = (), include_stop_str: bool = False):
+    def __init__(
+        self,
+        stop: str | Iterable[str] | None = (),
+        include_stop_str: bool = False,
+        specials: re.Pattern = re.compile("(?!)"),
+        id_of: Callable[[str], int] | None = None,
+    ):
+        def mark(match: re.Match) -> str:
+            return self.marks.setdefault(id_of(match[0]), chr(0xD800 + len(self.marks)))
+
         stops = [stop] if isinstance(stop, str) else list(stop or ())
-        for item in stops:
-            if not isinstance(item, str) or not item:
-                raise ValueError(f"stop holds {item!r}: every stop string needs at least one character; leave it out")
-        self._stops = stops
+        if not all(stops):
+            raise ValueError(f"stop holds {stops!r:.200}: every stop string needs at least one character; leave it out")
+        self.marks: dict[int, str] = {}  # by token id
+        self._stops = {form: item for item in stops for form in (item, specials.sub(mark, item))}
+        self._unmarked = dict.fromkeys(ord(one) for one in self.marks.values())
         self._include = include_stop_str
         # The longest run of characters that can be a beginning of a stop string without being all of it.
-        self._longest = max((len(item) - 1 for item in stops), default=0)
+        self._longest = max(map(len, self._stops), default=1) - 1
         self._held = ""  # a proper beginning of some stop string, not released yet
         self.matched: str | None = None
 
@@ -110,36 +122,27 @@ class StopChecker:
         """
         if self.matched is not None:
             return "", self.matched
-        text = self._held + text
-        self._held = ""
+        text, self._held = self._held + text, ""
         if not armed:
-            return text, None
-        if match := self._first_match(text):
-            start, end = match
-            self.matched = text[start:end]
-            return text[: end if self._include else start], self.matched
-        keep = self._possible_beginning(text)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], None
+            return self._shown(text), None
+        matches = [(start + len(s), start, s) for s in self._stops if (start := text.find(s)) >= 0]
+        if matches:
+            _, start, form = min(matches)
+            self.matched = self._stops[form]
+            return self._shown(text[:start]) + (self.matched if self._include else ""), self.matched
+        for length in range(min(self._longest, len(text)), 0, -1):
+            if any(map(str.startswith, self._stops, repeat(text[-length:]))):
+                self._held = text[-length:]
+                return self._shown(text[:-length]), None
+        return self._shown(text), None
 
     def flush(self) -> str:
         """At the end of the text: what was held back after all did not become a stop string."""
         held, self._held = self._held, ""
-        return held
+        return self._shown(held)
 
-    def _first_match(self, text: str) -> tuple[int, int] | None:
-        matches = [(start + len(item), start) for item in self._stops if (start := text.find(item)) >= 0]
-        if not matches:
-            return None
-        end, start = min(matches)
-        return start, end
-
-    def _possible_beginning(self, text: str) -> int:
-        for length in range(min(self._longest, len(text)), 0, -1):
-            tail = text[-length:]
-            if any(item.startswith(tail) for item in self._stops):
-                return length
-        return 0
+    def _shown(self, text: str) -> str:
+        return text.translate(self._unmarked) if self.marks else text
 
 
 class Tokenizer:
@@ -307,6 +310,10 @@ class Tokenizer:
         """A decoder for ids that follow `prompt_ids`."""
         to_bytes = self._shown_bytes if skip_special_tokens else self.token_bytes
         return Detokenizer(to_bytes, prompt_ids, self._strip_first_space)
+
+    def stop_checker(self, stop: Iterable[str], include_stop_str: bool = False) -> StopChecker:
+        """A checker that finds special tokens in stop strings."""
+        return StopChecker(stop, include_stop_str, self._controls.spelled, self._library.token_to_id)
 
     def _shown_bytes(self, token_id: int) -> bytes:
         return b"" if token_id in self._special_ids else self.token_bytes(token_id)

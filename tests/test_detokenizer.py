@@ -205,3 +205,25 @@ def test_unarmed_checker_shows_everything_and_matches_nothing():
     assert checker.feed("a st", armed=False) == ("a st", None)
     assert checker.feed("op", armed=False) == ("op", None)
     assert checker.feed("stop") == ("", "stop")
+
+
+def test_special_tokens_in_stop_strings_stop_and_are_not_shown():
+    tokenizer = tiny("bytes")
+    end, start = (tokenizer.encode(text, add_special_tokens=False)[0] for text in ("<|im_end|>", "<|im_start|>"))
+
+    def shown(stop: list[str], *pieces: str | int, include=False) -> tuple[str, str | None]:
+        checker = tokenizer.stop_checker(stop, include)
+        text = "".join(
+            checker.feed(checker.marks.get(piece, "") if isinstance(piece, int) else piece)[0] for piece in pieces
+        )
+        return text + checker.flush(), checker.matched
+
+    assert shown(["<|im_end|>"], "a", start, "b", end, "c") == ("ab", "<|im_end|>")
+    assert shown(["<|im_end|>"], "a", end, include=True) == ("a<|im_end|>", "<|im_end|>")
+    assert shown(["<|im_end|>"], "a<|im_", "end|>b") == ("a", "<|im_end|>")  # spelled in ordinary tokens
+    assert shown([".<|im_end|>\n<|im_start|>"], "a.", end, "\n", end, "b.", end, "\n", start) == (
+        "a.\nb",
+        ".<|im_end|>\n<|im_start|>",
+    )
+    assert shown([".<|im_end|>!"], "a.", end) == ("a.", None)
+    assert shown(["x"], "a", end, "\ue000b") == ("a\ue000b", None)

@@ -619,6 +619,18 @@ def test_every_eos_stops_also_at_max_tokens_and_ignore_eos_disables_all():
         assert output.outputs[0].token_ids == [eos] * 8 and output.outputs[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_special_token_in_a_stop_string_stops_also_with_ignore_eos(overlap):
+    tokenizer = world()[3]
+    eos = world()[0].config.eos_token_ids[0]
+    text = tokenizer.decode([eos], skip_special_tokens=False)
+    params = forcing(eos, ignore_eos=True, stop=[text, "x"], min_tokens=3)
+    (output,) = run(make_engine(overlap=overlap), [([5, 6], params)])
+    answer = output.outputs[0]
+    assert (answer.token_ids, answer.text) == ([eos] * 3, "")
+    assert (answer.finish_reason, answer.stop_reason) == ("stop", text)
+
+
 def test_no_piece_of_a_stop_string_is_streamed():
     engine, tokenizer = make_engine(), world()[3]
     letters = [tokenizer.encode(c, add_special_tokens=False)[0] for c in "ABCDEF"]
