@@ -26,6 +26,7 @@ from functools import lru_cache
 import numpy as np
 
 MAX_NFA_STATES = 120_000  # what bounded repeats may unroll to
+TOO_LONG = f"too long: unrolled it passes {MAX_NFA_STATES} positions; use smaller repeat bounds"
 MAX_DFA_STATES = 60_000
 MAX_WORK = 1_000_000  # edges looked at by one subset construction
 MERGE_WORK = 10_000_000  # table cells read while equal states are merged; a table that needs more stays unmerged
@@ -159,7 +160,7 @@ class Nfa:
 
     def state(self, edges: Iterable[tuple] = (), silent: Iterable[int] = ()) -> int:
         if len(self.edges) >= MAX_NFA_STATES:
-            raise self.refused(f"too long: unrolled it passes {MAX_NFA_STATES} positions; use smaller repeat bounds")
+            raise self.refused(TOO_LONG)
         self.edges.append(list(edges))
         self.silent.append(list(silent))
         return len(self.edges) - 1
@@ -206,6 +207,8 @@ class Nfa:
             here, high = self.state(silent=[after]), low
             if (start := once(here)) is not None:
                 self.silent[here].append(start)
+        if high * operations.getwidth()[0] > MAX_NFA_STATES:
+            raise self.refused(TOO_LONG)
         for i in range(high):
             if (start := once(here)) is None:
                 return None if low else after
