@@ -1,16 +1,11 @@
 """Text to ids and back, while the tokens are still arriving.
 
-The problem. Every model has its own alphabet of tokens, its own rule for what stands at the beginning, its own control
-tokens; all of it is data in the model's files, and every mistake is silent: a doubled BOS, a user's text that becomes a
-control token. And a token is a run of *bytes*, whose edges fall in the middle of an emoji or of a stop string.
+The problem. Every mistake here is silent: a doubled BOS, a user's text that becomes a control token. And a token is a
+run of *bytes*, whose edges fall in the middle of an emoji or of a stop string.
 
 The idea. The `tokenizers` library does the merging (byte-pair encoding, Sennrich et al. 2016). This file decides what
-the library leaves open: what is put around a text, what a user may spell, which bytes an id stands for, and when a
-character or a stop string is complete:
+stands around a text, what a user may spell, which bytes an id adds, and when a character or a stop string is complete:
 
-    tokenizer.json or GGUF ──► Tokenizer    encode        "hi"    -> [BOS] 5303     BOS once, where the files ask for it
-    chat template ───────────►              encode_chat   messages -> ids           only the template spells controls
-                                            token_bytes   5303    -> b"hi"
     ids           [ 9906, 61496, 222, 43 ]
     bytes         "hi " F0 9F | 98 | 80 "S" ...
     Detokenizer   "hi "   ""    "😀S"               an unfinished character waits here
@@ -42,15 +37,11 @@ SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class Detokenizer:
-    """Text of a growing sequence of ids; nothing is decoded twice.
+    """Text of a growing sequence of ids; nothing is decoded twice, and the pieces joined are the text of the whole.
 
-    Whatever the grouping of the ids, the pieces joined equal the decoding of the whole. Bytes that never become a
-    character turn into U+FFFD, by the rule of the Unicode Standard, section 3.9, as soon as this is certain.
-
-    `to_bytes` maps an id to the bytes it contributes (b"" for ids to be skipped and for ids beyond the vocabulary).
-    `strip_first_space` drops one space at the very start of the text: SentencePiece writes one before the first word.
-    The prompt is consumed first and not reported, but it decides two things at the seam: whether that first space is
-    still to come, and which bytes of a character the prompt has already supplied.
+    Bytes that never become a character turn into U+FFFD as soon as this is certain (Unicode Standard, section 3.9).
+    `to_bytes` maps an id to the bytes it adds. The prompt is not reported, but it decides whether one space at the
+    start is still to be dropped (`strip_first_space`: SentencePiece writes it) and which bytes it left unfinished.
     """
 
     def __init__(self, to_bytes: Callable[[int], bytes], prompt_ids: Iterable[int] = (), strip_first_space=False):
@@ -169,6 +160,7 @@ class Tokenizer:
         self._added = library.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in self._added.items() if token.special)
         self.token_bytes = functools.cache(self._token_bytes)
+        self._shown_bytes = functools.cache(lambda i: b"" if i in self._special_ids else self._token_bytes(i))
         self.vocab_size = max(self._pieces, default=-1) + 1
         self.bos_token_id = self._id("bos_token")
         eos = self._id("eos_token")
@@ -199,37 +191,37 @@ class Tokenizer:
     def from_gguf(cls, metadata: Mapping) -> "Tokenizer":
         """From a GGUF file's metadata (keys as in the file: "tokenizer.ggml.tokens" ...)."""
         library, add_bos = gguf_vocab.build(metadata)
-        tokens = metadata["tokenizer.ggml.tokens"]
-
-        def token_id(name: str) -> int | None:
-            i = metadata.get(f"tokenizer.ggml.{name}_token_id")
-            if i is not None and not 0 <= i < len(tokens):
-                raise ValueError(f"tokenizer.ggml.{name}_token_id is {i}, but the file has {len(tokens)} tokens")
-            return i
-
-        names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-        specials = {key: tokens[i] for key, name in names.items() if (i := token_id(name)) is not None}
+        tokens, ids = metadata["tokenizer.ggml.tokens"], {}
+        for name in ("bos", "eos", "eot", "eom", "unknown", "padding"):
+            ids[name] = metadata.get(f"tokenizer.ggml.{name}_token_id")
+            if ids[name] is not None and not 0 <= ids[name] < len(tokens):
+                raise ValueError(
+                    f"tokenizer.ggml.{name}_token_id is {ids[name]}, but the file has {len(tokens)} tokens"
+                )
+        names = zip(SPECIAL_KEYS, ("bos", "eos", "unknown", "padding"), strict=True)
+        specials = {key: tokens[ids[name]] for key, name in names if ids[name] is not None}
         templates = {
             key.removeprefix("tokenizer.chat_template").lstrip(".") or "default": source
             for key, source in metadata.items()
-            if key == "tokenizer.chat_template" or key.startswith("tokenizer.chat_template.")
+            if gguf_vocab.TEMPLATE.fullmatch(key)
         }
         add_bos = metadata.get("tokenizer.ggml.add_bos_token", add_bos and "bos_token" in specials)
-        eos_ids = [i for name in ("eos", "eot", "eom") if (i := token_id(name)) is not None]
-        return cls(library, specials, templates, add_bos, metadata.get("tokenizer.ggml.add_eos_token", False), eos_ids)
+        add_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
+        eos_ids = [ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None]
+        return cls(library, specials, templates, add_bos, add_eos, eos_ids)
 
     def save(self, path: str | Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json into a folder, so that `from_folder` makes the same again
-        (further EOS ids belong in generation_config.json, which is not written here)."""
+        """Write what `from_folder` needs to make the same again, but for further EOS ids (generation_config.json)."""
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         self._library.save(str(folder / "tokenizer.json"))
-        config: dict[str, Any] = dict(self._specials)
-        config["add_bos_token"] = self.bos_token_id is not None and self.bos_token_id in self._before
-        config["add_eos_token"] = bool(self._after) and self._after[-1] in self.eos_token_ids
-        config["clean_up_tokenization_spaces"] = False
-        config["tokenizer_class"] = "PreTrainedTokenizerFast"
-        if self._template.sources:
+        config = self._specials | {
+            "add_bos_token": self.bos_token_id is not None and self.bos_token_id in self._before,
+            "add_eos_token": bool(self._after) and self._after[-1] in self.eos_token_ids,
+            "clean_up_tokenization_spaces": False,
+            "tokenizer_class": "PreTrainedTokenizerFast",
+        }
+        if self.has_chat_template:
             config["chat_template"] = [{"name": k, "template": v} for k, v in self._template.sources.items()]
         text = json.dumps(config, ensure_ascii=False, indent=2)
         (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
@@ -241,10 +233,8 @@ class Tokenizer:
         ids = _ids(self._library, text)
         if not add_special_tokens:
             return ids
-        before = self._before
-        if before and ids[:1] == [self.bos_token_id] == before[:1]:
-            before = before[1:]
-        return [*before, *ids, *self._after]
+        doubled = self._before and ids[:1] == [self.bos_token_id] == self._before[:1]
+        return [*self._before[1 if doubled else 0 :], *ids, *self._after]
 
     @property
     def has_chat_template(self) -> bool:
@@ -256,10 +246,7 @@ class Tokenizer:
         return shield.reveal(self._template.render(messages, shield=shield, **options))
 
     def encode_chat(self, messages: list[dict], **options: Any) -> list[int]:
-        """The prompt for a conversation as ids: the template's control tokens, and nobody else's.
-
-        Options, and raising TemplateError: see ChatTemplate.render.
-        """
+        """The same as ids: the template's control tokens, and nobody else's."""
         shield = Shield(self._controls)
         text = self._template.render(messages, shield=shield, **options)
         return self._encode_shielded(text, shield) if shield.marks else self.encode(text, add_special_tokens=False)
@@ -278,27 +265,27 @@ class Tokenizer:
         return ids + self._encode_literally(shield.reveal(text[at:]), first=at == 0)
 
     def _encode_literally(self, text: str, first: bool) -> list[int]:
-        return _ids(self._literal if first else self._literal_inside, text) if text else []
+        return _ids(self._literal[first], text) if text else []
 
     @functools.cached_property
     def _controls(self) -> ControlStrings:
         return ControlStrings(self._added[i].content for i in self._special_ids)
 
     @functools.cached_property
-    def _literal(self) -> tokenizers.Tokenizer:
-        """A second copy that finds no control tokens (a switch on the first would race with other threads)."""
-        return _literal_copy(self._library.to_str())
-
-    @functools.cached_property
-    def _literal_inside(self) -> tokenizers.Tokenizer:
-        """The same for a piece of text that does not begin the prompt: there SentencePiece adds no space."""
-        inside = self._library.to_str().replace('"prepend_scheme":"first"', '"prepend_scheme":"never"')
-        return _literal_copy(inside)
+    def _literal(self) -> list[tokenizers.Tokenizer]:
+        """Copies that find no control tokens (a switch on the one would race with other threads): for a piece of text
+        that does not begin the prompt, where SentencePiece adds no space, and for one that does."""
+        begins = self._library.to_str()
+        inside = begins.replace('"prepend_scheme":"first"', '"prepend_scheme":"never"')
+        copies = {text: tokenizers.Tokenizer.from_str(text) for text in (inside, begins)}
+        for copy in copies.values():
+            copy.encode_special_tokens = True
+        return [copies[inside], copies[begins]]
 
     # ---- ids to text ----
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the id is a control token: one that text output leaves out."""
+        """Whether text output leaves the id out."""
         return token_id in self._special_ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
@@ -314,9 +301,6 @@ class Tokenizer:
     def stop_checker(self, stop: Iterable[str], include_stop_str: bool = False) -> StopChecker:
         """A checker that finds special tokens in stop strings."""
         return StopChecker(stop, include_stop_str, self._controls.spelled, self._library.token_to_id)
-
-    def _shown_bytes(self, token_id: int) -> bytes:
-        return b"" if token_id in self._special_ids else self.token_bytes(token_id)
 
     def _token_bytes(self, token_id: int) -> bytes:
         """The bytes an id adds to a text; b"" for ids that the tokenizer does not have."""
@@ -357,15 +341,11 @@ class Tokenizer:
         return before, after
 
 
-def _bytes_of_characters() -> dict[str, bytes]:
-    """How byte-level vocabularies write bytes: printable Latin-1 as itself, the other 68 from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    characters = {chr(byte): bytes([byte]) for byte in printable}
-    return characters | {chr(0x100 + n): bytes([byte]) for n, byte in enumerate(others)}
-
-
-BYTE_OF = _bytes_of_characters()
+# How byte-level vocabularies write bytes: printable Latin-1 as itself, the other 68 from U+0100 on.
+PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+BYTE_OF = {chr(byte): bytes([byte]) for byte in PRINTABLE}
+BYTE_OF |= {chr(0x100 + n): bytes([byte]) for n, byte in enumerate(OTHERS)}
 
 
 def _ids(library: tokenizers.Tokenizer, text: str) -> list[int]:
@@ -375,9 +355,3 @@ def _ids(library: tokenizers.Tokenizer, text: str) -> list[int]:
         return library.encode(text, add_special_tokens=False).ids
     except (TypeError, UnicodeEncodeError) as error:
         raise ValueError(f"{text!r:.80} cannot be encoded: it must be a string without lone surrogates") from error
-
-
-def _literal_copy(definition: str) -> tokenizers.Tokenizer:
-    copy = tokenizers.Tokenizer.from_str(definition)
-    copy.encode_special_tokens = True
-    return copy
