@@ -100,7 +100,7 @@ def layer_of(name: str) -> str:
 def write_weights(ckpt: Checkpoint, scheme: Scheme, path: Path, progress: Progress) -> None:
     """The safetensors file: norms and biases as they are, and each matrix as the parts that a model would hold."""
     matrices = {name: ckpt.shape(name) for name in ckpt.names() if len(ckpt.shape(name)) == 2}
-    parts = {name: ckpt.tensor(name).clone() for name in ckpt.names() if name not in matrices}
+    parts = {name: ckpt.tensor(name) for name in ckpt.names() if name not in matrices}
     total, done = sum(map(prod, matrices.values())), 0
     for _, names in groupby(matrices, layer_of):  # the weights of a layer follow one another
         names = list(names)
