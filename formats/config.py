@@ -137,8 +137,8 @@ def hf_rope(read: Reader) -> dict:
     positions = read.number("max_position_embeddings")
     outer = Reader(rope | read.values, read.where)  # top level wins
     original = outer.number("original_max_position_embeddings", positions)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in SCALINGS:
+    kind = next((rope[key] for key in ("rope_type", "type") if rope.get(key) is not None), "default")
+    if not isinstance(kind, str) or kind not in SCALINGS:
         raise CheckpointError(
             f"{read.where}: rope_type {kind!r} is not supported. Supported: default, linear, llama3, yarn."
         )

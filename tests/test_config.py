@@ -118,6 +118,7 @@ def test_yarn_without_an_original_length_or_a_factor():
     [
         ({"type": "dynamic", "factor": 2.0}, "'dynamic' is not supported. Supported: default, linear, llama3, yarn"),
         ({"rope_type": "longrope", "short_factor": [1.0]}, "longrope"),
+        ({"rope_type": [], "factor": 2.0}, "rope_type [] is not supported"),
         ({"type": "linear"}, "factor is missing"),
         ({"type": "linear", "factor": "2"}, "factor is '2'"),
         ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 1}, "must exceed"),
