@@ -22,18 +22,18 @@ from formats.config import DTYPES, CheckpointError, ModelConfig, Reader, gguf_ro
 
 MOST_LAYERS = 10_000  # a damaged number must not become a list of that length
 OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-NAMES = {  # parts of a layer: transformers' name -> GGUF's
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
+PARTS = {  # of a layer, by transformers' name: (GGUF's, rows, columns unless it is a norm, what says it has a bias)
+    "self_attn.q_proj": ("attn_q", "queries", "hidden", "qkv_bias"),
+    "self_attn.k_proj": ("attn_k", "keys", "hidden", "qkv_bias"),
+    "self_attn.v_proj": ("attn_v", "keys", "hidden", "qkv_bias"),
+    "self_attn.o_proj": ("attn_output", "hidden", "queries", "o_bias"),
+    "mlp.gate_proj": ("ffn_gate", "inner", "hidden", "mlp_bias"),
+    "mlp.up_proj": ("ffn_up", "inner", "hidden", "mlp_bias"),
+    "mlp.down_proj": ("ffn_down", "hidden", "inner", "mlp_bias"),
+    "input_layernorm": ("attn_norm", "hidden"),
+    "post_attention_layernorm": ("ffn_norm", "hidden"),
+    "self_attn.q_norm": ("attn_q_norm", "head"),  # if qk_norm
+    "self_attn.k_norm": ("attn_k_norm", "head"),
 }
 GGUF_KEYS = {  # settings: transformers' key -> GGUF's, after the name of the architecture
     "hidden_size": "embedding_length",
@@ -45,31 +45,6 @@ GGUF_KEYS = {  # settings: transformers' key -> GGUF's, after the name of the ar
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "max_position_embeddings": "context_length",
 }
-
-
-def common_shapes(config: ModelConfig, names: dict[str, str] = NAMES) -> dict[str, tuple[int, ...]]:
-    """The tensors of one layer, named without "model.layers.N."."""
-    c = config
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    linears = {  # name: (rows, columns, has a bias)
-        "self_attn.q_proj": (q, c.hidden_size, c.qkv_bias),
-        "self_attn.k_proj": (kv, c.hidden_size, c.qkv_bias),
-        "self_attn.v_proj": (kv, c.hidden_size, c.qkv_bias),
-        "self_attn.o_proj": (c.hidden_size, q, c.o_bias),
-        "mlp.gate_proj": (c.intermediate_size, c.hidden_size, c.mlp_bias),
-        "mlp.up_proj": (c.intermediate_size, c.hidden_size, c.mlp_bias),
-        "mlp.down_proj": (c.hidden_size, c.intermediate_size, c.mlp_bias),
-    }
-    shapes = {}
-    for name in names:
-        if name in linears:
-            rows, columns, bias = linears[name]
-            shapes |= {f"{name}.weight": (rows, columns)} | ({f"{name}.bias": (rows,)} if bias else {})
-        elif not name.startswith("self_attn."):
-            shapes[f"{name}.weight"] = (c.hidden_size,)
-        elif c.qk_norm:
-            shapes[f"{name}.weight"] = (c.head_dim,)
-    return shapes
 
 
 def gguf_windows(read: Reader, layers: int, period: int = 0) -> dict:
@@ -98,8 +73,7 @@ class Architecture:
     defaults: dict = field(default_factory=dict)  # what a key absent from config.json means; null means "derive it"
     activations: tuple[str, ...] = ("silu", "swish")
     pairs_in_gguf: bool = False  # q and k have their rows in another order there: see checkpoint.py
-    names: dict[str, str] = field(default_factory=lambda: NAMES)
-    shapes: Callable[[ModelConfig, dict[str, str]], dict[str, tuple[int, ...]]] = common_shapes
+    parts: dict[str, tuple[str, ...]] = field(default_factory=lambda: PARTS)
 
 
 # ---- the families
@@ -184,9 +158,9 @@ GEMMA3 = Architecture(
     {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256}
     | {"sliding_window": 4096, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "tie_word_embeddings": True},
     activations=("gelu_pytorch_tanh",),
-    names=NAMES
-    | {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm"}
-    | {"post_feedforward_layernorm": "post_ffw_norm"},
+    parts=PARTS
+    | {"post_attention_layernorm": ("post_attention_norm", "hidden")}
+    | {"pre_feedforward_layernorm": ("ffn_norm", "hidden"), "post_feedforward_layernorm": ("post_ffw_norm", "hidden")},
 )
 ARCHITECTURES = {
     "llama": Architecture("llama", _llama, pairs_in_gguf=True),
@@ -202,8 +176,15 @@ ARCHITECTURES = {
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that a checkpoint of this config holds, by its canonical (transformers) name, with its shape."""
-    c, family = config, ARCHITECTURES[config.architecture]
-    layer = family.shapes(config, family.names)
+    c = config
+    sizes = {"hidden": c.hidden_size, "inner": c.intermediate_size, "head": c.head_dim}
+    sizes |= {"queries": c.num_heads * c.head_dim, "keys": c.num_kv_heads * c.head_dim}
+    layer = {}
+    for name, (_, rows, *columns_and_bias) in ARCHITECTURES[c.architecture].parts.items():
+        if rows != "head" or c.qk_norm:
+            layer[f"{name}.weight"] = tuple(sizes[size] for size in (rows, *columns_and_bias[:1]))
+        if columns_and_bias and getattr(c, columns_and_bias[1]):
+            layer[f"{name}.bias"] = (sizes[rows],)
     shapes = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size)}
     shapes |= {f"model.layers.{i}.{name}": shape for i in range(c.num_layers) for name, shape in layer.items()}
     shapes["model.norm.weight"] = (c.hidden_size,)
@@ -216,7 +197,7 @@ def gguf_name(config: ModelConfig, name: str) -> str:
     if stem in OUTER:
         return f"{OUTER[stem]}.{kind}"
     layer, _, part = stem.removeprefix("model.layers.").partition(".")
-    return f"blk.{layer}.{ARCHITECTURES[config.architecture].names[part]}.{kind}"
+    return f"blk.{layer}.{ARCHITECTURES[config.architecture].parts[part][0]}.{kind}"
 
 
 def from_hf(config: dict, generation: dict, where: str) -> ModelConfig:
