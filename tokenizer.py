@@ -95,7 +95,7 @@ class StopChecker:
 
         stops = [stop] if isinstance(stop, str) else list(stop or ())
         if not all(stops):
-            raise ValueError(f"stop holds {stops!r:.200}: every stop string needs at least one character; leave it out")
+            raise ValueError("stop holds an empty string: each needs at least one character; leave it out")
         self.marks: dict[int, str] = {}  # by token id
         self._stops = {form: item for item in stops for form in (item, specials.sub(mark, item))}
         self._unmarked = dict.fromkeys(ord(one) for one in self.marks.values())
@@ -329,15 +329,13 @@ class Tokenizer:
         starts = (n for n in range(len(full) - len(bare) + 1) if full[n : n + len(bare)] == bare)
         start = next(starts, 0) if bare else len(full)
         before, after = full[:start], full[start + len(bare) :]
-        for wanted, token_id, key in ((add_bos, self.bos_token_id, "bos"), (add_eos, self._id("eos_token"), "eos")):
-            if wanted and token_id is None:
-                raise ValueError(f"add_{key}_token is true, but the tokenizer's files name no {key}_token")
+        for wanted, key in ((add_bos, "bos_token"), (add_eos, "eos_token")):
+            if wanted and key not in self._specials:
+                raise ValueError(f"add_{key} is true, but the tokenizer's files name no {key}")
         if add_bos is not None:
-            before = [i for i in before if i != self.bos_token_id]
-            before = [self.bos_token_id, *before] if add_bos else before
+            before = [self.bos_token_id] * bool(add_bos) + [i for i in before if i != self.bos_token_id]
         if add_eos is not None:
-            after = [i for i in after if i not in self.eos_token_ids]
-            after = [*after, self.eos_token_ids[0]] if add_eos else after
+            after = [i for i in after if i not in self.eos_token_ids] + [*self.eos_token_ids[:1]] * bool(add_eos)
         return before, after
 
 

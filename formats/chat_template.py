@@ -41,9 +41,8 @@ class ControlStrings:
 class Shield:
     """Marks text in a conversation that must not turn into control tokens, one private-use character for each.
 
-    Whole spellings are replaced. Halves ("<|im_" at the end of a text, "end|>" at the start) get a mark beside them
-    that stands for nothing, so that a template that joins two texts joins no control string either. Private-use
-    characters of the user's own are replaced too, so a mark is never mistaken.
+    Halves ("<|im_" at the end of a text, "end|>" at the start) get a mark beside them that stands for nothing: joined,
+    they make no control string. Private-use characters of the user's own are replaced too, so no mark is mistaken.
     """
 
     end = "\U000f0000"  # marks the end of a message to be continued
@@ -86,14 +85,7 @@ class ChatTemplate:
         self._variables = dict(variables)
 
     def render(
-        self,
-        messages: list[dict],
-        *,
-        add_generation_prompt=None,
-        continue_final_message=False,
-        tools=None,
-        shield=None,
-        **kwargs,
+        self, messages, *, add_generation_prompt=None, continue_final_message=False, tools=None, shield=None, **kwargs
     ) -> str:
         """The prompt's text, with `shield`'s marks still in it.
 
@@ -150,11 +142,13 @@ def _checked(message: Any, source: str) -> dict:
     content = "" if message.get("content") is None else message["content"]
     if not isinstance(content, (str, list, tuple)):
         raise TemplateError(f"content is {content!r:.200}: it must be a string or a list of text parts")
-    for part in content if not isinstance(content, str) else ():
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise TemplateError(f"content holds the part {part!r:.200}: only {{'type': 'text', 'text': ...}} is read")
-    if not isinstance(content, str) and not LOOP_OVER_CONTENT.search(source):
-        content = "\n".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        for part in content:
+            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                text = "only {'type': 'text', 'text': ...} is read"
+                raise TemplateError(f"content holds the part {part!r:.200}: {text}")
+        if not LOOP_OVER_CONTENT.search(source):
+            content = "\n".join(part["text"] for part in content)
     message = {**message, "content": content}
     if message["role"] == "developer" and "developer" not in source:  # OpenAI's newer name for the same
         message["role"] = "system"

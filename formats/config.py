@@ -1,13 +1,11 @@
 """What a checkpoint says about itself, in one form: the architecture, its sizes, and its rotary scaling.
 
 The problem: the same Llama is described in the `config.json` of transformers 4 (`rope_theta`, `rope_scaling`), in that
-of transformers 5 (`rope_parameters`), and in the metadata of a GGUF file (`llama.rope.freq_base`). A key read under its
-old name only, or a default that differs from the one the authors used, does not crash: the model talks fluent
-nonsense, or ignores half of its context. So everything is read once, strictly, into a `ModelConfig`, and what this
-engine does not compute is refused by name. This file has the form and the readers that all families share;
-formats/families.py has what each family says.
+of transformers 5 (`rope_parameters`), and in the metadata of a GGUF file (`llama.rope.freq_base`). A key that is read
+under its old name only does not crash: the model talks fluent nonsense. So everything is read once, strictly, into a
+`ModelConfig`, and what this engine does not compute is refused by name. What each family says: formats/families.py.
 
-Rotary scaling, `ModelConfig.rope_scaling` (None: not scaled). Base frequencies are f_i = rope_theta^(-2i/head_dim):
+`ModelConfig.rope_scaling` changes the base frequencies f_i = rope_theta^(-2i/head_dim); None: not scaled.
 
     {"rope_type": "linear", "factor"}             f_i / factor (Chen et al. 2023, position interpolation)
     {"rope_type": "llama3", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
@@ -16,7 +14,7 @@ Rotary scaling, `ModelConfig.rope_scaling` (None: not scaled). Base frequencies 
     {"rope_type": "yarn", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate",
      "attention_factor"}                          Peng et al. 2023; cos and sin are multiplied by attention_factor
 
-Left out: dynamic NTK, LongRoPE and multimodal rotary scaling, partial rotary embeddings: refused by name.
+Left out: dynamic NTK, LongRoPE, multimodal and partial rotary embeddings: refused by name.
 """
 
 from __future__ import annotations

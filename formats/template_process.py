@@ -1,12 +1,10 @@
 """A chat template runs in a process of its own, whose time and memory the operating system bounds.
 
-The problem. A template is a stranger's program. It may loop for ever, or build 10^10 characters in one operation; run
-in the engine's process it would hold the interpreter's lock and take the memory of every request. A thread cannot be
-stopped in the middle of an operation, a process can.
+The problem. A template is a stranger's program: it may loop for ever, or build 10^10 characters in one operation. A
+thread cannot be stopped in the middle of an operation, and would hold the interpreter's lock; a process can.
 
-The idea. One child renders for everybody, a line of JSON in, a line of JSON out. A template that takes too much ends
-the child and no one else; the next rendering starts another. Inside, Jinja's immutable sandbox, set up as transformers
-does, keeps the template away from the child's own objects:
+The idea. One child renders for everybody. A template that takes too much ends the child; the next one gets another.
+Inside, Jinja's immutable sandbox, set up as transformers does, keeps templates away from the child's own objects:
 
     run ══ {"source", "variables", "seconds"} ══► main ──► Jinja     CPU time: a timer whose signal kills
         ◄══ {"text"} or {"error"} ══════════════                     memory: a limit on the address space
@@ -74,8 +72,8 @@ class TemplateProcess:
     def _start() -> subprocess.Popen:
         command = [sys.executable, "-m", "formats.template_process"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        root = Path(__file__).resolve().parent.parent  # a session of its own: Ctrl-C is not meant for it
-        return subprocess.Popen(command, cwd=root, encoding="ascii", start_new_session=True, **pipes)
+        pipes |= {"encoding": "ascii", "start_new_session": True}  # Ctrl-C is not meant for it
+        return subprocess.Popen(command, cwd=Path(__file__).resolve().parent.parent, **pipes)
 
 
 # ---- in the child

@@ -23,6 +23,68 @@ def render(template: str, messages: list = USER, **options) -> str:
 # ---- the environment ----
 
 
+TOOLS = [{"b": "<ž&'>", "a": [1, None]}]
+CALLING = "{% for c in messages[0].tool_calls %}{{ c.function.name + '\n' + c.function.arguments }}{% endfor %}"
+ARGUMENTS = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+
+
+def calling(arguments) -> list:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [{"role": "assistant", "content": None, "tool_calls": [call]}]
+
+
+@pytest.mark.parametrize(
+    "template, messages, options, text",
+    [
+        # Blocks are trimmed, as transformers does; loop controls and the tag that marks text for training are there.
+        (
+            "{% for m in messages %}\n    {% if true %}\n{{ m.content }}\n    {% endif %}\n{% endfor %}\n",
+            USER,
+            {},
+            "hi\n",
+        ),
+        ("{% for i in range(9) %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}", USER, {}, "012"),
+        ("{% generation %}{{ messages[0].content }}{% endgeneration %}!", USER, {}, "hi!"),
+        # Jinja's own filters, and JSON that is not escaped for HTML.
+        (
+            "{{ [1, 2] | sum }} {{ '%s!' | format('a') }} {{ 2.5 | round }} {{ 'ab' | center(4) }}",
+            USER,
+            {},
+            "3 a! 2.0  ab ",
+        ),
+        ("{{ tools | tojson }}", USER, {"tools": TOOLS}, json.dumps(TOOLS, ensure_ascii=False)),
+        (
+            "{{ tools | tojson(indent=2, sort_keys=true) }}",
+            USER,
+            {"tools": TOOLS},
+            json.dumps(TOOLS, ensure_ascii=False, indent=2, sort_keys=True),
+        ),
+        # Variables, tools and keywords; no tools are none.
+        ("{{ bos_token }}{{ unk_token is defined }}{{ add_generation_prompt }}", USER, {}, "<s>FalseTrue"),
+        ("{{ tools is none }}{{ x }}", USER, {"tools": [], "x": 1}, "True1"),
+        ("{{ add_generation_prompt }}", USER, {"add_generation_prompt": False}, "False"),
+        # Arguments of a tool call: an object, whatever form they came in, and text to templates that append them.
+        (ARGUMENTS, calling('{"x": [1]}'), {}, '{"x": [1]}'),
+        *((ARGUMENTS, calling(nothing), {}, "{}") for nothing in (None, "null", "")),
+        (CALLING, calling('{"x": "é <|im_end|>"}'), {}, 'f\n{"x": "é <|im_end|>"}'),
+        (CALLING, calling({"x": "é"}), {}, 'f\n{"x": "é"}'),
+        *(
+            ("{{ messages[0].tool_calls is defined }}", [USER[0] | {"tool_calls": none}], {}, "False")
+            for none in (None, [])
+        ),
+        # What clients send and files hold.
+        ("<{{ messages[0].content }}>", [{"role": "user", "content": None}], {}, "<>"),
+        ("{{ messages[0].role }}", [{"role": "developer", "content": "x"}], {}, "system"),
+        ("{% if messages[0].role == 'developer' %}D{% endif %}", [{"role": "developer", "content": "x"}], {}, "D"),
+        ("\ufeff{{ messages[0].content }}", USER, {}, "hi"),  # the byte-order mark of a file
+    ],
+)
+def test_a_template_finds_the_environment_and_the_input_that_it_expects(template, messages, options, text):
+    before = json.dumps(messages)
+    assert render(template, messages, **options) == text
+    assert json.dumps(messages) == before  # the caller's own is left alone
+
+
 def test_strftime_now_prints_today():
     before, printed, after = datetime.now(), render('{{ strftime_now("%Y-%m-%d") }}'), datetime.now()
     assert printed in {before.strftime("%Y-%m-%d"), after.strftime("%Y-%m-%d")}
@@ -35,33 +97,6 @@ def test_raise_exception_carries_the_templates_message():
     assert render(template) == "ok"  # the next conversation renders
 
 
-def test_blocks_are_trimmed():
-    assert (
-        render("{% for m in messages %}\n    {% if true %}\n{{ m.content }}\n    {% endif %}\n{% endfor %}\n") == "hi\n"
-    )
-
-
-def test_loop_controls_and_generation_tag():
-    assert render("{% for i in range(9) %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "012"
-    assert render("{% generation %}{{ messages[0].content }}{% endgeneration %}!") == "hi!"
-
-
-def test_tojson_is_plain_json():
-    value = [{"b": "<ž&'>", "a": [1, None]}]
-    assert render("{{ tools | tojson }}", tools=value) == json.dumps(value, ensure_ascii=False)
-    assert render("{{ tools | tojson(indent=2, sort_keys=true) }}", tools=value) == json.dumps(
-        value, ensure_ascii=False, indent=2, sort_keys=True
-    )
-
-
-def test_variables_tools_and_keywords_reach_the_template():
-    template = (
-        "{{ bos_token }}{{ tools is none }}{{ enable_thinking }}{{ unk_token is defined }}{{ add_generation_prompt }}"
-    )
-    assert render(template, enable_thinking=False) == "<s>TrueFalseFalseTrue"
-    assert render(template, tools=[], enable_thinking=1, add_generation_prompt=False) == "<s>True1FalseFalse"
-
-
 def test_tool_use_template_is_taken_for_tools():
     chat = ChatTemplate({"default": "plain", "tool_use": "{{ tools[0].function.name }}"}, {})
     assert chat.render(USER) == "plain" and chat.render(USER, tools=[{"function": {"name": "f"}}]) == "f"
@@ -72,37 +107,20 @@ def test_without_a_default_the_first_template_is_taken(names):
     assert ChatTemplate({name: name for name in names}, {}).render(USER) == names[0]
 
 
-def test_arguments_of_tool_calls_are_objects():
-    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}}
-    messages = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    template = "{{ messages[1].tool_calls[0].function.arguments | tojson }}"
-    assert render(template, messages) == '{"x": [1]}'
-    assert call["function"]["arguments"] == '{"x": [1]}'  # the caller's own is left alone
-    for none in (None, []):
-        assert render("{{ messages[0].tool_calls is defined }}", [USER[0] | {"tool_calls": none}]) == "False"
-    call["function"]["arguments"] = "{"
-    with pytest.raises(TemplateError, match="not JSON"):
-        render(template, messages)
-
-
-def test_a_template_that_appends_arguments_gets_them_as_text():
-    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": "é <|im_end|>"}'}}
-    messages = [*USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    calls = "{% for c in messages[1].tool_calls %}{{ c.function.name + '\n' + c.function.arguments }}{% endfor %}"
-    assert render(calls, messages) == 'f\n{"x": "é <|im_end|>"}'
-    call["function"]["arguments"] = {"x": "é"}
-    assert render(calls, messages) == 'f\n{"x": "é"}'
-    for conversation in (messages, USER):
-        with pytest.raises(TemplateError, match="concatenate"):
-            render("{{ 'a' + messages }}", conversation)
-
-
 @pytest.mark.parametrize(
-    "given", ["{{ messages[5].content }}", "{% if %}", "{{ nothing() }}", "{{ 1 / 0 }}", "{{ 'a' | nope }}"]
+    "broken",
+    [
+        "{{ messages[5].content }}",
+        "{% if %}",
+        "{{ nothing() }}",
+        "{{ 1 / 0 }}",
+        "{{ 'a' | nope }}",
+        "{{ 'a' + messages }}",
+    ],
 )
-def test_a_broken_template_is_a_template_error(given):
+def test_a_broken_template_is_a_template_error(broken):
     with pytest.raises(TemplateError):
-        render(given)
+        render(broken)
 
 
 # ---- the input ----
@@ -159,10 +177,8 @@ def test_templates_that_read_parts_get_parts(source):
         ([{"role": "assistant", "content": "", "tool_calls": 5}], "tool_calls is 5"),
         ([{"role": "assistant", "content": "", "tool_calls": {"function": {"name": "f"}}}], "must be a list"),
         ([{"role": "assistant", "content": "", "tool_calls": ["f"]}], "must be a list"),
-        (
-            [{"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": "[" * 9000}}]}],
-            "arguments are not JSON",
-        ),
+        (calling("{"), "arguments are not JSON"),
+        (calling("[" * 9000), "arguments are not JSON"),
     ],
 )
 def test_messages_that_cannot_be_rendered_are_refused(messages, message):
@@ -353,35 +369,6 @@ def test_metaspace_that_adds_its_space_once_does_so_on_the_shielded_path():
     tokenizer = Tokenizer(metaspace_library("first"), {}, {"default": "{{ messages[0].content }}<|im_end|>the"})
     ids = tokenizer.encode_chat([{"role": "user", "content": "the</s>"}])
     assert tokenizer.decode(ids, skip_special_tokens=False) == "the</s><|im_end|>the"
-
-
-# ---- what clients send and files hold
-
-
-@pytest.mark.parametrize("arguments", [None, "null", ""])
-def test_arguments_that_say_nothing_are_an_empty_object(arguments):
-    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
-    template = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
-    assert render(template, [{"role": "assistant", "content": None, "tool_calls": [call]}]) == "{}"
-
-
-def test_content_that_is_null_is_empty_text():
-    assert render("<{{ messages[0].content }}>", [{"role": "user", "content": None}]) == "<>"
-
-
-def test_a_developer_is_the_system_to_templates_that_know_no_developer():
-    message = [{"role": "developer", "content": "x"}]
-    assert render("{{ messages[0].role }}", message) == "system"
-    assert render("{% if messages[0].role == 'developer' %}D{% endif %}", message) == "D"
-
-
-def test_a_byte_order_mark_of_the_file_is_no_part_of_the_prompt():
-    assert render("\ufeff{{ messages[0].content }}") == "hi"
-
-
-def test_every_filter_of_jinja_is_there():
-    template = "{{ [1, 2] | sum }} {{ '%s!' | format('a') }} {{ 2.5 | round }} {{ 'ab' | center(4) }}"
-    assert render(template) == "3 a! 2.0  ab "
 
 
 def test_gguf_files_with_named_templates_load():
