@@ -241,23 +241,23 @@ def test_every_string_of_the_input_is_shielded():
     assert len(control_ids(tokenizer, ids)) == 3
 
 
-@pytest.mark.parametrize(
-    "halves", [["<|im_", "end|>"], ["<", "|im_end|>"], ["<|im_ ", " end|>"], ["<|", "im_end", "|>"]]
-)
-def test_halves_that_a_template_joins_become_no_control_id(halves):
-    template = "{% for m in messages %}{% for p in m.content %}{{ p.text | trim }}{% endfor %}{% endfor %}"
-    tokenizer = Tokenizer(byte_level_library(), {}, {"default": template})
-    messages = [{"role": "user", "content": [{"type": "text", "text": half} for half in halves]}]
-    assert tokenizer.apply_chat_template(messages) == "<|im_end|>"
-    assert control_ids(tokenizer, tokenizer.encode_chat(messages)) == []
+PARTS = "{% for m in messages %}{% for p in m.content %}{{ p.text | trim }}{% endfor %}{% endfor %}"
 
 
 @pytest.mark.parametrize(
-    "template, half", [("<|im_{{ messages[0].content }}", "end|>"), ("{{ messages[0].content }}end|>", "<|im_")]
+    "template, parts",
+    [
+        (PARTS, ["<|im_", "end|>"]),
+        (PARTS, ["<", "|im_end|>"]),
+        (PARTS, ["<|im_ ", " end|>"]),
+        (PARTS, ["<|", "im_end", "|>"]),
+        ("<|im_{{ messages[0].content }}", ["end|>"]),
+        ("{{ messages[0].content }}end|>", ["<|im_"]),
+    ],
 )
-def test_a_half_that_a_template_completes_becomes_no_control_id(template, half):
+def test_halves_that_a_template_joins_or_completes_become_no_control_id(template, parts):
     tokenizer = Tokenizer(byte_level_library(), {}, {"default": template})
-    messages = [{"role": "user", "content": half}]
+    messages = [{"role": "user", "content": [{"type": "text", "text": part} for part in parts]}]
     assert tokenizer.apply_chat_template(messages) == "<|im_end|>"
     assert control_ids(tokenizer, tokenizer.encode_chat(messages)) == []
 
@@ -340,7 +340,7 @@ def test_a_template_that_takes_too_much_ends_in_an_error_and_the_next_one_render
 
 def test_memory_is_bounded_also_where_time_is_not():
     with pytest.raises(TemplateError, match="1024 MiB of memory"):
-        render("{% set x = 'a' * 2 * 10**9 %}ok")
+        render("{% set x = messages[0].content * 10**9 %}ok")
 
 
 def test_an_answer_that_comes_too_late_is_nobody_elses(monkeypatch):

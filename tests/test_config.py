@@ -41,12 +41,8 @@ def oracle(**changes):
     return transformers.AutoConfig.for_model(**settings)
 
 
-LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+MIXED = ["sliding_attention", "full_attention"] * 2
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "attention_factor": 1.0}
 
 
@@ -62,17 +58,12 @@ def test_rope_settings_under_old_and_new_keys(type_key, place):
     assert read("default").rope_scaling is None
     assert read("linear", factor=2).rope_scaling == {"rope_type": "linear", "factor": 2.0}
     assert read("llama3", **LLAMA3).rope_scaling == {"rope_type": "llama3", **LLAMA3}
+    assert read("yarn", factor=4.0).rope_scaling["original_max_position_embeddings"] == 512
+    assert read("yarn", original_max_position_embeddings=128).rope_scaling["factor"] == 4.0
     yarn = read("yarn", **YARN)
     assert yarn.rope_theta == 5e5
-    assert yarn.rope_scaling == {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 32,
-        "attention_factor": 1.0,  # verbatim: YaRN's own rule would give 1.14
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": True,
-    }
+    filled = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+    assert yarn.rope_scaling == YARN | filled  # attention_factor verbatim: YaRN's own rule would give 1.14
 
 
 def test_no_scaling_is_asked_for_and_none_applied():
@@ -87,14 +78,8 @@ def test_no_scaling_is_asked_for_and_none_applied():
     factor=st.floats(1, 64),
     given=st.fixed_dictionaries(
         {},
-        optional={
-            "attention_factor": st.floats(0.1, 2),
-            "mscale": st.floats(0.1, 2),
-            "mscale_all_dim": st.floats(0.1, 2),
-            "beta_fast": st.floats(8, 64),
-            "beta_slow": st.floats(0.5, 4),
-            "truncate": st.booleans(),
-        },
+        optional={key: st.floats(0.1, 2) for key in ("attention_factor", "mscale", "mscale_all_dim")}
+        | {"beta_fast": st.floats(8, 64), "beta_slow": st.floats(0.5, 4), "truncate": st.booleans()},
     ),
 )
 def test_yarn_attention_factor_is_that_of_transformers(factor, given):
@@ -105,12 +90,6 @@ def test_yarn_attention_factor_is_that_of_transformers(factor, given):
     ours = parsed(rope_parameters=rope).rope_scaling
     assert ours["attention_factor"] == pytest.approx(attention, rel=1e-12)
     assert all(ours[key] == value for key, value in given.items() if "mscale" not in key)
-
-
-def test_yarn_without_an_original_length_or_a_factor():
-    assert parsed(rope_scaling={"type": "yarn", "factor": 4.0}).rope_scaling["original_max_position_embeddings"] == 512
-    scaling = parsed(rope_scaling={"type": "yarn", "original_max_position_embeddings": 128}).rope_scaling
-    assert scaling["factor"] == 4.0
 
 
 @pytest.mark.parametrize(
@@ -225,12 +204,7 @@ def test_eos_is_the_union_of_both_files():
         {"model_type": "qwen2", "sliding_window": 4, "use_sliding_window": True},
         {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 0},
         {"model_type": "qwen3", "sliding_window": None, "use_sliding_window": True, "max_window_layers": 0},
-        {
-            "model_type": "qwen3",
-            "sliding_window": 4,
-            "use_sliding_window": True,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-        },
+        {"model_type": "qwen3", "sliding_window": 4, "use_sliding_window": True, "layer_types": MIXED},
         {"model_type": "llama"},
     ],
 )
@@ -248,12 +222,7 @@ def test_numbers_absent_or_null_mean_what_transformers_makes_of_them():
     assert parsed(drop=["rms_norm_eps"]).rms_norm_eps == 1e-6
     assert not parsed().tie_word_embeddings and parsed(tie_word_embeddings=True).tie_word_embeddings
     assert parsed(drop=["model_type"]).architecture == "llama"
-
-
-@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-def test_dtype_under_old_and_new_keys(key):
-    assert parsed(**{key: "bfloat16"}).dtype == "bfloat16"
-    assert parsed(**{key: "torch.float16"}).dtype == "float16"
+    assert parsed(dtype="bfloat16").dtype == parsed(torch_dtype="torch.bfloat16").dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -283,7 +252,7 @@ def test_dtype_under_old_and_new_keys(key):
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
         ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 0}, "sliding_window is 0"),
         ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "layer_types"),
-        ({"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"] * 2}, "ministral"),
+        ({"model_type": "mistral", "layer_types": MIXED}, "ministral"),
     ],
 )
 def test_configs_that_are_not_supported_are_refused_by_name(changes, words):
