@@ -21,36 +21,18 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
 from benchmarks import guessing, scheduling, speed
-from benchmarks.lab import FULL, QUICK, Lab, Result
+from benchmarks.lab import FULL, QUICK, Lab
 from formats.command_line import refuse_unused, warn
 from generate import engine_arguments
 from native.machine import usable_threads
 
-
-@dataclass(frozen=True)
-class Claim:
-    """A row of the table: what is switched, what was claimed for it, and why a small machine may see something else.
-
-    setting: where the claim was measured. alone: why the answers of its sides are not compared; None: they are.
-    """
-
-    run: Callable[[Lab], Result]
-    mechanism: str
-    claim: str
-    source: str
-    setting: str
-    why: str
-    alone: str | None = None
-
-
 RUNS = scheduling.EXPERIMENTS | speed.EXPERIMENTS | guessing.EXPERIMENTS
-PAPERS = json.loads(Path(__file__).with_name("papers.json").read_text(encoding="utf-8"))
-CLAIMS = {name: Claim(run, **PAPERS[name]) for name, run in RUNS.items()}
+CLAIMS = json.loads(Path(__file__).with_name("papers.json").read_text(encoding="utf-8"))  # of most of them
 FLIPPED = (
     "max_num_seqs max_num_batched_tokens policy prefix_cache preemption batching reserve chunked speculate overlap "
     "jump_forward kernels"
@@ -59,23 +41,20 @@ FLIPPED = (
 
 def measure(lab: Lab, name: str) -> dict:
     """One row, as it goes into the JSON."""
-    claim = CLAIMS[name]
-    try:
-        sides, measured, floor = claim.run(lab)
-    finally:
-        lab.close()
+    paper, result = CLAIMS[name], RUNS[name](lab)
     groups: dict[str, list] = {}
-    for side, data in sides.items():  # sides of one workload must answer alike
+    for side, data in result.sides.items():  # sides of one workload must answer alike
         groups.setdefault(side.rpartition(", ")[0], []).append(data.pop("answers"))
-    same = None if claim.alone else all(answer == group[0] for group in groups.values() for answer in group)
+    alone = paper.get("alone")  # why the answers are not compared
+    same = None if alone else all(answer == group[0] for group in groups.values() for answer in group)
     apart = "".join(f"; {name}: rounding differs" for name, group in groups.items() if not any(group))
-    return {key: getattr(claim, key) for key in ("mechanism", "claim", "source", "setting")} | {
-        "measured": measured,
-        "floor": floor,
-        "why": claim.why,
+    return {key: paper[key] for key in ("mechanism", "claim", "source", "setting")} | {
+        "measured": result.measured,
+        "floor": result.floor,
+        "why": paper["why"],
         "same_answers": same,
-        "answers": claim.alone or f"{'' if same else 'NOT '}the same on all sides{apart}",
-        "sides": sides,
+        "answers": alone or f"{'' if same else 'NOT '}the same on all sides{apart}",
+        "sides": result.sides,
     }
 
 
@@ -91,6 +70,7 @@ def measure_all(lab: Lab, names: list[str], result: dict, save: Callable[[], Non
         except Exception as error:  # whatever it is, it is the fault of this row alone
             result["failed"][name] = f"{type(error).__name__}: {error}"
             outcome = f"FAILED: {result['failed'][name]}"
+        lab.close()
         result["claims"] = {key: result["claims"][key] for key in CLAIMS if key in result["claims"]}
         save()
         warn(f"{i}/{len(names)} {name}: {outcome}")

@@ -1,30 +1,32 @@
 """Two sides of one switch: run them in turn, and gather what was counted and what the clock said.
 
-A clock on a shared machine drifts by a tenth within a minute, and does not say why one side is faster. So the sides
-take turns, ratios are taken within a round, and counted work, equal in all rounds, stands beside the clock. Most
-switches belong to the scheduler, which holds no tensors: each run puts a fresh one into the same engine:
+Problem. A clock on a shared machine drifts by a tenth within a minute, so a side measured later than the other is
+compared with another machine. And a clock does not say why one side is faster.
+
+Idea. An experiment is a function Lab -> Result. It says what one side does, once; the lab runs the sides in turn. The
+scheduler knows most of the switches and holds no tensors, so each run puts a fresh one into the same engine:
 
     model, KV memory ── engine ── scheduler(batching="static")       round 1: A   round 2: A
                              `─── scheduler(batching="continuous")   round 1:   B round 2:   B
 
-Where the switch belongs to the model (its bits, its kernels), every side has an engine of its own.
+Where the switch belongs to the model (its bits, its kernels), every side has an engine of its own. Counted work must be
+equal in all rounds; clock readings are kept one by one, and ratios are taken within a round.
+Source: paired measurement, common in benchmarking. Left out: which switches (scheduling.py, speed.py, guessing.py).
 """
 
 from __future__ import annotations
 
 import gc
 import random
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import log
+from statistics import median
 
 import torch
 
 import kernels
-from benchmarks import simulate
 from benchmarks.past import scheduler_class
 from benchmarks.peers import random_prompt
 from benchmarks.roofline import read_bandwidth
@@ -35,44 +37,33 @@ from request import Request
 from sampling import SamplingParams
 from scheduler import Scheduler, Sequence, Step
 
-median = statistics.median
-
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the workloads are. Lengths in tokens."""
+    """What `--quick` makes smaller. Lengths in tokens."""
 
     rounds: int = 3
     trace_requests: int = 600  # kv-memory
     batch_requests: int = 24
-    seats: int = 8  # batch slots
-    answer_mean: int = 40
-    shared: int = 384  # few-shot: the examples; tree: the problem
-    questions: int = 7
-    conversations: int = 2
-    turns: int = 4
-    turn: int = 96
-    branches: int = 3
-    depth: int = 2
-    unshared: int = 256
+    shared: int = 384  # the beginning that several requests have in common
     long_prompt: int = 2000
     budgets: tuple[int, ...] = (64, 128, 256, 512)
-    preempt_requests: int = 8
-    preempt_answer: int = 96
     lpm_requests: int = 160
+    configurations: tuple[str, ...] = ("float32", "bfloat16", "int8", "int8-g32", "int4", "int4-g64", "int4-g128")
     batches: tuple[int, ...] = (1, 8, 32)
     decoded: int = 48  # tokens of each sequence where only decoding is timed
     text: int = 1024  # of data/alice.txt
     compile: bool = True  # dense layers too, which takes half a minute
     guessed: int = 64  # tokens of each speculated answer
     records: int = 6  # answers in JSON
+    rates: tuple[float, ...] = (1, 2, 4, 8, 12)  # requests a second
+    load_requests: int = 32
 
 
 FULL = Sizes()
 QUICK = Sizes(
-    rounds=1, trace_requests=200, batch_requests=16, answer_mean=24, shared=192, questions=4, conversations=1, turns=3,
-    turn=64, branches=2, unshared=96, long_prompt=1000, budgets=(128,), preempt_answer=64, lpm_requests=80,
-    decoded=16, text=256, compile=False, guessed=32, records=3,
+    rounds=1, trace_requests=200, batch_requests=16, shared=192, long_prompt=1000, budgets=(128,), lpm_requests=80,
+    configurations=("float32", "bfloat16", "int8", "int4"), decoded=16, text=256, compile=False, guessed=32, records=3,
 )  # fmt: skip
 
 
@@ -85,52 +76,56 @@ class Run:
     answers: list[list[int]] = field(default_factory=list)
 
 
-Result = tuple[dict[str, dict], str, str]  # sides, a sentence with what was measured, the most it could give here
+@dataclass
+class Result:
+    """What an experiment found. sides: the rows of its table, as `Lab.alternate` gathers them; measured: what the
+    switch gives; floor: the most it could give; series: plain lists and numbers that its picture draws (plots.py)."""
+
+    measured: str
+    floor: str = ""
+    sides: dict[str, dict] = field(default_factory=dict)
+    series: dict | None = None
 
 
 class Watched:
-    """Mixed into a scheduler class, records the tokens of each step and the seconds spent on planning."""
+    """Mixed into a scheduler class, keeps what each step computed."""
 
     def __init__(self, *args, **switches):
         super().__init__(*args, **switches)
-        self.step_tokens: list[int] = []
-        self.planning = 0.0
+        self.taken: list[list[tuple[Sequence, int]]] = []  # of each step: (sequence, tokens)
 
     def schedule(self) -> Step:
-        step = self._timed(super().schedule)
-        self.step_tokens.append(step.num_tokens)
+        step = super().schedule()
+        self.taken.append(step.entries[:])
         return step
 
-    def computed(self, step: Step) -> None:
-        self._timed(super().computed, step)
-
-    def finish(self, seq: Sequence, keep: bool = True) -> None:
-        self._timed(super().finish, seq, keep)
-
-    def _timed(self, call: Callable, *args):
-        began = time.perf_counter()
-        try:
-            return call(*args)
-        finally:
-            self.planning += time.perf_counter() - began
+    @property
+    def step_tokens(self) -> list[int]:
+        return [sum(n for _, n in entries) for entries in self.taken]
 
     @property
     def work(self) -> dict[str, int]:
-        return {"steps": len(self.step_tokens), "tokens computed": sum(self.step_tokens)}
+        return {"steps": len(self.taken), "tokens computed": sum(self.step_tokens)}
 
 
-class ObservedRunner:
-    """A ModelRunner that runs another one under the context manager that `watch()` returns."""
+def watched_scheduler(num_blocks: int, block_size: int, prefix_cache: str = "none", **switches) -> Watched:
+    """A scheduler that stands alone: drive it, or put it into an engine (Lab.scheduler)."""
+    pool = BlockPool(num_blocks + 1, block_size)
+    base = scheduler_class(switches.pop("batching", "continuous"), switches.pop("reserve", "paged"))
+    return type("Watched", (Watched, base), {})(pool, PREFIX_CACHES[prefix_cache](pool), **switches)
 
-    def __init__(self, runner, watch: Callable):
-        self.runner, self.watch = runner, watch
 
-    def run(self, batch):
-        with self.watch():
-            return self.runner.run(batch)
-
-    def __getattr__(self, name: str):
-        return getattr(self.runner, name)
+def drive(scheduler: Scheduler, sequences: list[Sequence]) -> None:
+    """Queue sequences and answer each with max_tokens zeros, without a model."""
+    for seq in sequences:
+        scheduler.add(seq)
+    while scheduler.has_unfinished():
+        step = scheduler.schedule()
+        scheduler.computed(step)
+        for seq in [seq for seq, _ in step.entries if seq.num_new == 0]:
+            seq.tokens.append(0)
+            if len(seq.output) == seq.max_tokens:
+                scheduler.finish(seq)
 
 
 class Lab:
@@ -188,7 +183,7 @@ class Lab:
         if (num_blocks or 0) > held:
             raise ValueError(f"the experiment needs {num_blocks} KV blocks, the pool has {held}: raise --num-blocks")
         switches.setdefault("max_model_len", llm.max_model_len)
-        llm.scheduler = counting_scheduler(num_blocks or held, llm.kv.block_size, prefix_cache, **switches)
+        llm.scheduler = watched_scheduler(num_blocks or held, llm.kv.block_size, prefix_cache, **switches)
         llm.engine.scheduler = llm.scheduler
         return llm.scheduler
 
@@ -223,51 +218,7 @@ def ratio(a: dict, b: dict, key: str) -> str:
     return f"{mid}x" if least == most else f"{mid}x ({least} to {most})"
 
 
-def megabytes(nbytes: float) -> float:
-    """To four digits."""
-    return float(f"{nbytes / 1e6:.4g}")
-
-
-# ---- workloads without a model
-
-
-def counting_scheduler(num_blocks: int, block_size: int, prefix_cache: str = "none", **switches) -> Watched:
-    pool = BlockPool(num_blocks + 1, block_size)
-    cache = PREFIX_CACHES[prefix_cache](pool)
-    base = scheduler_class(switches.pop("batching", "continuous"), switches.pop("reserve", "paged"))
-    return type("Watched", (Watched, base), {})(pool, cache, **switches)
-
-
-def drive(scheduler: Scheduler, lengths: dict[int, int]) -> Iterator[tuple[list[Sequence], list[Sequence]]]:
-    """Answer the queued sequences with lengths[seq.id] zeros each; yields who was in a step, and who ended with it."""
-    while scheduler.has_unfinished():
-        step = scheduler.schedule()
-        scheduler.computed(step)
-        members, ended = [seq for seq, _ in step.entries], []
-        for seq in members:
-            if seq.num_new == 0:
-                seq.tokens.append(0)
-                if len(seq.output) == lengths[seq.id]:
-                    scheduler.finish(seq)
-                    ended.append(seq)
-        yield members, ended
-
-
-def lognormal_lengths(n: int, mean: float, most: int, seed: int) -> list[int]:
-    """n lognormal lengths of this mean, cut at `most`; sigma 1 is about the spread of chat traces."""
-    draw = random.Random(seed)
-    return [max(1, min(most, round(draw.lognormvariate(log(mean) - 0.5, 1.0)))) for _ in range(n)]
-
-
-def chat_trace(requests: int, reserve: str, block_size: int = 16, seed: int = 0):
-    """Arguments of the simulator for a chat trace in a pool of 16,384 tokens, too small for what arrives."""
-    flags = f"--simulate --requests {requests} --rate 1000 --seed {seed} --prefixes 0 --turns 1 --prompt-mean 161"
-    flags += " --output-mean 338 --length-spread 1 --max-tokens 1024 --max-model-len 2048 --max-num-seqs 256"
-    flags += f" --num-blocks {16384 // block_size + 1} --block-size {block_size} --prefix-cache none"
-    return simulate.parse(f"{flags} --reserve {reserve}".split())
-
-
-# ---- workloads with a model
+# ---- workloads
 
 
 def answer_of(tokens: int, **params) -> SamplingParams:
@@ -299,11 +250,11 @@ def run_decode(llm: LLM, requests: list[Request]) -> float:
     return (sum(map(len, tokens_of(requests))) - done) / seconds
 
 
-def run_all(llm: LLM, requests: list[Request]) -> float:
+def run_all(llm: LLM, requests: list[Request], after_step: Callable[[list], None] = lambda deltas: None) -> float:
     """Seconds until all are answered. An answer that failed is an error here: its time would mean nothing."""
     began = time.perf_counter()
     while llm.engine.has_work:
-        llm.engine.step()
+        after_step(llm.engine.step())
     failed = [answer.error for request in requests for answer in request.answers if answer.error]
     if failed:
         raise ValueError(f"a request of the workload failed: {failed[0]}")
@@ -313,20 +264,3 @@ def run_all(llm: LLM, requests: list[Request]) -> float:
 def tokens_of(requests: list[Request]) -> list[list[int]]:
     """The tokens of every answer, those of parallel ones side by side."""
     return [list(answer.token_ids) for request in requests for answer in request.answers]
-
-
-def gaps_while_a_prompt_arrives(llm: LLM, long: int, lasting: int, runners: int) -> tuple[list[float], list[Request]]:
-    """A prompt of `long` tokens arrives after `runners` requests have decoded 9 of their `lasting` tokens each.
-
-    Returns the times of the first one's tokens (perf_counter), and the requests, the late one last.
-    """
-    vocab, times = llm.config.vocab_size, []
-    requests = [llm.add(random_prompt(vocab, 8, seed), answer_of(lasting)) for seed in range(runners)]
-    while llm.engine.has_work:
-        deltas = llm.engine.step()
-        if any(delta.request is requests[0] for delta in deltas):
-            times.append(time.perf_counter())
-        if len(times) == 9 and len(requests) == runners:
-            requests.append(llm.add(random_prompt(vocab, long, 99), answer_of(1)))
-    run_all(llm, requests)  # nothing is left to run: looks for failures
-    return times, requests

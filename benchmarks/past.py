@@ -82,9 +82,6 @@ def allocate_run(pool: BlockPool, n: int) -> list[int]:
 
 
 def scheduler_class(batching: str = "continuous", reserve: str = "paged") -> type[Scheduler]:
-    for name, value, allowed in (("batching", batching, BATCHINGS), ("reserve", reserve, RESERVES)):
-        if value not in allowed:
-            raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed)}")
     if reserve == "paged":
         return Scheduler if batching == "continuous" else StaticScheduler
     return SlabScheduler if batching == "continuous" else StaticSlabScheduler

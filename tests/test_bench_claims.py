@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,17 +14,15 @@ import kernels
 from benchmarks import claims as bench_claims
 from benchmarks import guessing as bench_guessing
 from benchmarks import scheduling as bench_scheduling
-from benchmarks import speed as bench_speed
-from benchmarks.claims import CLAIMS, Claim, as_markdown, columns, measure
-from benchmarks.lab import Lab, Run, Sizes, answer_of, gathered, lognormal_lengths, run_all
+from benchmarks.claims import CLAIMS, RUNS, as_markdown, columns, measure
+from benchmarks.lab import Lab, Result, Run, Sizes, answer_of, gathered, run_all
 from compiled import CompiledRunner
 from drafting.budget import StepCost
 
 ROOT = Path(bench_claims.__file__).parent.parent
 SMALL = Sizes(
-    rounds=2, trace_requests=60, batch_requests=10, seats=4, answer_mean=10, shared=64, questions=3, conversations=1,
-    turns=3, turn=32, branches=2, unshared=40, long_prompt=200, budgets=(32, 64), preempt_requests=4, preempt_answer=48,
-    lpm_requests=60, batches=(1, 3), decoded=6, text=60, guessed=24, records=2,
+    rounds=2, trace_requests=200, batch_requests=10, shared=64, long_prompt=200, budgets=(32, 64), lpm_requests=60,
+    configurations=("float32", "bfloat16", "int8", "int4"), batches=(1, 3), decoded=6, text=60, guessed=24, records=2,
 )  # fmt: skip
 
 
@@ -42,26 +39,33 @@ def lab(folder):
 @pytest.fixture(scope="module")
 def rows(lab):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            generate, "CompiledRunner", partial(CompiledRunner, backend="eager")
-        )  # counts graphs, compiles none
+        eager = partial(CompiledRunner, backend="eager")  # counts graphs, compiles none
+        patch.setattr(generate, "CompiledRunner", eager)
         costs = StepCost({1: 1.0, 2: 1.01, 256: 2.0})  # not measured: how much is guessed depends on them
         patch.setattr(StepCost, "measure", lambda *args: costs)
         same = {"temperature": 0.0, "logit_bias": {5: 100}}  # the one text that a random model repeats
-        patch.setitem(bench_guessing.TEXTS, "loop", (bench_guessing.story, same))
-        once = Lab(lab.flags, replace(SMALL, rounds=1))
-        return {name: measure(once if name == "mmap" else lab, name) for name in CLAIMS}
+        patch.setitem(bench_guessing.TEXTS, "loop", (bench_guessing.TEXTS["story"][0], same))
+        found = {}
+        for name in CLAIMS:
+            found[name] = measure(lab, name)
+            lab.close()
+        return found
 
 
 def counted(rows, name):
     return {side: found["counted"] for side, found in rows[name]["sides"].items()}
 
 
-def test_no_switch_changes_an_answer(rows):
-    same = {name: row["same_answers"] for name, row in rows.items()}
-    assert same == {name: None if claim.alone else True for name, claim in CLAIMS.items()}
-    for name, claim in CLAIMS.items():
-        assert rows[name]["answers"].startswith(claim.alone or "the same on all sides")
+def test_no_switch_changes_an_answer_and_every_row_is_complete(rows):
+    for name, row in rows.items():
+        alone = CLAIMS[name].get("alone")
+        assert row["same_answers"] is (None if alone else True)
+        assert row["answers"].startswith(alone or "the same on all sides")
+        for key in ("mechanism", "claim", "source", "setting", "measured", "floor", "why", "answers"):
+            assert row[key] and isinstance(row[key], str), (name, key)
+        assert re.search(r"\d", row["floor"]), f"a floor is a figure: {row['floor']}"
+        for side in row["sides"].values():
+            assert side["counted"] and all(len(values) == SMALL.rounds for values in side["clock"].values())
 
 
 def test_pages_hold_a_larger_share_of_tokens_and_take_fewer_steps(rows):
@@ -84,12 +88,6 @@ def test_forks_hold_the_prompt_once_and_compute_it_once(rows):
     assert apart["tokens computed"] - forks["tokens computed"] == 3 * (SMALL.shared + 8)
 
 
-def test_a_flat_run_computes_no_padding(rows, lab):
-    rectangle, flat = counted(rows, "selective-batching").values()
-    lengths = lognormal_lengths(SMALL.seats, SMALL.unshared / 4, SMALL.unshared, lab.seed)
-    assert flat["tokens computed"] == sum(lengths) < rectangle["tokens computed"] == len(lengths) * max(lengths)
-
-
 @pytest.mark.parametrize("cache", ["hash", "radix"])
 def test_prefix_caches_save_exactly_the_tokens_they_find(rows, cache):
     sides = counted(rows, "prefix-cache")
@@ -104,12 +102,9 @@ def test_prefix_caches_save_exactly_the_tokens_they_find(rows, cache):
 
 
 def test_chunks_bound_the_step_that_others_wait_for(rows):
-    sides = counted(rows, "chunked-prefill")
-    assert sides["whole"]["largest step"] > SMALL.long_prompt
-    assert sides["chunks of 64"]["largest step"] == 64 and sides["chunks of 32"]["largest step"] == 32
-    meanwhile = [sides[name]["tokens meanwhile"] for name in ("whole", "chunks of 64", "chunks of 32")]
-    assert meanwhile == sorted(meanwhile) and len(set(meanwhile)) == 3
-    assert len({side["tokens computed"] for side in sides.values()}) == 1
+    whole, *chunks = counted(rows, "chunked-prefill").values()
+    assert whole["largest step"] > SMALL.long_prompt and [side["largest step"] for side in chunks] == [32, 64]
+    assert {side["tokens computed"] for side in chunks} == {whole["tokens computed"]}
 
 
 def test_swapping_computes_nothing_twice(rows):
@@ -120,8 +115,8 @@ def test_swapping_computes_nothing_twice(rows):
     assert again["tokens computed"] == swap["tokens computed"] + again["recomputed tokens"]
 
 
-def test_longest_prefix_first_hits_more_and_computes_less(rows):
-    fcfs, lpm = counted(rows, "lpm").values()
+def test_longest_prefix_first_hits_more_and_computes_less_where_memory_is_scarce(rows):
+    fcfs, lpm = (counted(rows, "lpm")[f"{policy}, room for 2"] for policy in ("fcfs", "lpm"))
     assert lpm["hit rate"] > fcfs["hit rate"]
     assert lpm["tokens computed"] < fcfs["tokens computed"] and lpm["evicted blocks"] < fcfs["evicted blocks"]
 
@@ -134,15 +129,6 @@ def test_fewer_bits_are_fewer_bytes_and_hardly_any_surprise(rows):
     assert sides["int8"]["perplexity"] == pytest.approx(sides["float32"]["perplexity"], rel=0.1)
 
 
-def test_blocks_take_the_bits_that_their_format_has(rows):
-    sides = counted(rows, "gguf")
-    assert {name: side["bits a weight"] for name, side in sides.items()} == {
-        "Q8_0": 8.5, "Q6_K": 6.5625, "Q5_K": 5.5, "Q4_K": 4.5, "Q3_K": 3.4375, "Q2_K": 2.625,
-        "Q4_0": 4.5, "Q4_1": 5.0, "Q5_0": 5.5, "Q5_1": 6.0,
-    }  # fmt: skip
-    assert all(side["codes"] < side["bits a weight"] for side in sides.values())
-
-
 def test_compiled_steps_need_fewer_calls_and_two_graphs(rows):
     calls, tape, dense_calls, dense = counted(rows, "compile").values()
     assert tape["Python calls a step"] < calls["Python calls a step"] / 5
@@ -151,11 +137,9 @@ def test_compiled_steps_need_fewer_calls_and_two_graphs(rows):
     assert rows["compile"]["answers"] == "the same on all sides; float32: rounding differs"
 
 
-def test_fused_kernels_write_less_in_fewer_operations(rows):
+def test_fused_kernels_need_fewer_calls(rows):
     reference, native = counted(rows, "kernels").values()
-    assert native["operations a step"] < reference["operations a step"] / 5
-    assert native["MB of results a step"] < reference["MB of results a step"] / 5
-    assert native["MB of weights a step"] == reference["MB of weights a step"]
+    assert native["Python calls a step"] < reference["Python calls a step"] / 2
 
 
 def test_overlap_plans_ahead_and_computes_the_same(rows):
@@ -170,91 +154,41 @@ def test_guesses_save_as_many_steps_as_were_right(rows):
     sides = counted(rows, "speculation")
     for text in bench_guessing.TEXTS:
         for n in SMALL.batches:
-            off, ngram, first = (sides[f"{text} x{n}, {name}"] for name in ("off", "ngram", "self:1"))
-            assert off["guesses"] == 0 and max(ngram["steps"], first["steps"]) <= off["steps"]
-            assert ngram["accepted"] <= ngram["guesses"] and ngram["tokens a step"] >= 1
-            if n == 1:
-                assert ngram["steps"] == off["steps"] - ngram["accepted"]
+            off, ngram = sides[f"{text} x{n}, off"], sides[f"{text} x{n}, ngram"]
+            assert off["guesses"] == 0 and ngram["accepted"] <= ngram["guesses"] and ngram["tokens a step"] >= 1
+            assert ngram["steps"] == off["steps"] - ngram["accepted"] if n == 1 else ngram["steps"] <= off["steps"]
     assert sides["loop x1, ngram"]["steps"] < sides["loop x1, off"]["steps"] / 2
 
 
 def test_jumps_draw_less_and_nothing_is_invalid(rows):
-    sides = counted(rows, "structured")
-    free, mask, jumps = (sides[name] for name in ("free", "mask", "mask and jumps"))
+    free, mask, jumps = counted(rows, "structured").values()
     assert free["valid"] < 1 and mask["valid"] == jumps["valid"] == 1
     assert mask["forced"] == 0 < jumps["forced"] and mask["drawn"] == mask["tokens"]
     assert jumps["drawn"] < mask["drawn"] and jumps["steps"] < mask["steps"]
-    assert all(1 < sides[f"grammar of {name}"]["masks"] <= 24 for name in bench_guessing.SCHEMAS)
 
 
-@pytest.mark.parametrize(
-    "text, valid",
-    [
-        ('{"full_name": "A", "place_of_birth": "B", "year_of_birth": 1900} and more', True),
-        ('{"full_name": "A", "place_of_birth": "B", "year_of_birth": 900}', False),
-        ('{"full_name": "A", "place_of_birth": "B", "year_of_birth": true}', False),
-        ('{"full_name": "A", "place_of_birth": "B"}', False),
-        ("[1]", False),
-        ('{"full_name": "A', False),
-    ],
-)
-def test_validity_of_a_record(text, valid):
-    assert bench_guessing.is_person(text) is valid
+RECORD = '{"full_name": "A", "place_of_birth": "B", "year_of_birth": %s}'
 
 
-def test_every_side_ran_every_round_and_every_row_has_all_its_fields(rows):
-    for name, row in rows.items():
-        rounds = 1 if name == "mmap" else SMALL.rounds  # its processes take seconds to start
-        for key in ("mechanism", "claim", "source", "setting", "measured", "floor", "why", "answers"):
-            assert row[key] and isinstance(row[key], str), (row["mechanism"], key)
-        assert re.search(r"\d", row["floor"]), f"a floor is a figure: {row['floor']}"
-        for side in row["sides"].values():
-            assert side["counted"] and all(len(values) == rounds for values in side["clock"].values())
+def test_validity_of_a_record():
+    assert bench_guessing.is_person(RECORD % 1900 + " and more")
+    for text in (RECORD % 900, RECORD % "true", RECORD % '"1900"', RECORD[:45] + "}", "[1]", RECORD[:20]):
+        assert not bench_guessing.is_person(text)
 
 
-@pytest.mark.parametrize("container", ["folder", "gguf"])
-def test_a_start_from_a_file_read_whole_makes_the_same_model(container, folder, tmp_path):
-    path = folder if container == "folder" else str(tiny.gguf_file(folder, tmp_path / "m.gguf", "Q8_0"))
-    mapped, whole = (bench_speed.start_of(path, "int8", read) for read in (False, True))
-    assert mapped["model"] == whole["model"] > 0 and min(mapped["ready s"], whole["ready s"]) > 0
+# ---- the lab
 
 
 def test_sides_are_run_in_turn():
     order = []
-
-    def side(name):
-        order.append(name)
-        return Run({"n": 1})
-
-    Lab({}, Sizes(rounds=3)).alternate(side, ["a", "b"])
+    Lab({}, Sizes(rounds=3)).alternate(lambda name: order.append(name) or Run({"n": 1}), ["a", "b"])
     assert "".join(order) == "ababab"
 
 
 def test_rounds_that_did_different_work_are_no_measurement():
-    with pytest.raises(RuntimeError, match="x: two rounds did not do the same work"):
-        gathered("x", [Run({"steps": 1}), Run({"steps": 2})])
-    with pytest.raises(RuntimeError, match="same work"):
-        gathered("x", [Run({}, answers=[[1]]), Run({}, answers=[[2]])])
-
-
-def two_sides(lab):
-    return lab.alternate(lambda i: Run({"n": 1}, answers=[[i]]), {"a": 1, "b": 2}), "measured", "1x"
-
-
-def broken(lab):
-    raise OSError("no such thing")
-
-
-@pytest.fixture
-def claim(monkeypatch):
-    """Put an experiment in the place of a row."""
-    return lambda name, run: monkeypatch.setitem(CLAIMS, name, Claim(run, "m", "c", "s", "on t", "w"))
-
-
-def test_a_side_that_answers_otherwise_is_reported(claim, lab):
-    claim("odd", two_sides)
-    row = measure(lab, "odd")
-    assert row["same_answers"] is False and row["answers"].startswith("NOT the same")
+    for rounds in ([Run({"steps": 1}), Run({"steps": 2})], [Run({}, answers=[[1]]), Run({}, answers=[[2]])]):
+        with pytest.raises(RuntimeError, match="x: two rounds did not do the same work"):
+            gathered("x", rounds)
 
 
 def test_engines_of_a_row_are_let_go_and_the_process_is_turned_back(lab):
@@ -265,19 +199,43 @@ def test_engines_of_a_row_are_let_go_and_the_process_is_turned_back(lab):
     assert (lab.llm, kernels.backend()) == own and len(lab._process) == 1
 
 
+def broken(lab):
+    raise OSError("no such thing")
+
+
 def test_a_failed_request_is_an_error_not_a_fast_answer(lab, monkeypatch):
     scheduler = lab.scheduler()
-    with monkeypatch.context() as patch:
-        patch.setattr(lab.llm.runner, "run", broken)
-        request = lab.llm.add([1, 2, 3], answer_of(2))
-        with pytest.raises(ValueError, match="no such thing"):
-            run_all(lab.llm, [request])
+    monkeypatch.setattr(lab.llm.runner, "run", broken)
+    with pytest.raises(ValueError, match="no such thing"):
+        run_all(lab.llm, [lab.llm.add([1, 2, 3], answer_of(2))])
     assert scheduler.stats()["live"] == 0
 
 
 def test_a_pool_too_small_for_the_experiment_is_named(lab):
     with pytest.raises(ValueError, match="needs 5000 KV blocks, the pool has 400: raise --num-blocks"):
         lab.scheduler(num_blocks=5000)
+
+
+# ---- the command
+
+
+def two_sides(lab):
+    return Result("measured", "1x", lab.alternate(lambda i: Run({"n": 1}, answers=[[i]]), {"a": 1, "b": 2}))
+
+
+@pytest.fixture
+def experiment(monkeypatch):
+    """Put a function in the place of an experiment."""
+    return partial(monkeypatch.setitem, RUNS)
+
+
+def claims(folder, out, *flags, only=("lpm",)) -> int:
+    command = ["claims", "--model", folder, "--quick", "--json", "--out", str(out), "--threads", "1"]
+    return bench.main([*command, "--only", *only, *flags])
+
+
+def saved(out) -> dict:
+    return json.loads((out / "claims.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(
@@ -290,29 +248,25 @@ def test_what_makes_no_sense_is_refused_before_anything_is_loaded(flags, cause, 
     assert cause in capsys.readouterr().err
 
 
-def claims(folder, out, *flags, only=("lpm",)) -> int:
-    command = ["claims", "--model", folder, "--quick", "--json", "--out", str(out), "--threads", "1"]
-    return bench.main([*command, "--only", *only, *flags])
-
-
-def saved(out) -> dict:
-    return json.loads((out / "claims.json").read_text(encoding="utf-8"))
-
-
 def test_the_whole_command_runs_quick_on_a_tiny_model(folder, tmp_path, capsys):
-    names = [name for name in CLAIMS if name != "mmap"]  # whose processes take seconds
-    assert claims(folder, tmp_path, "--machine", "a desk calculator", only=names) == 0
+    assert claims(folder, tmp_path, "--machine", "a desk calculator", only=list(CLAIMS)) == 0
     result = json.loads(capsys.readouterr().out)
-    assert list(result["claims"]) == names and not result["failed"] and result == saved(tmp_path)
+    assert list(result["claims"]) == list(CLAIMS) and not result["failed"] and result == saved(tmp_path)
     assert {row["same_answers"] for row in result["claims"].values()} == {True, None}
     text = (tmp_path / "claims.md").read_text(encoding="utf-8")
     assert text == as_markdown(result) and "on a desk calculator." in text and "--quick" in result["command"]
 
 
-def test_a_rerun_measures_only_what_is_missing(folder, tmp_path, claim):
+def test_a_side_that_answers_otherwise_is_reported(experiment, lab):
+    experiment("fork", two_sides)
+    row = measure(lab, "fork")
+    assert row["same_answers"] is False and row["answers"].startswith("NOT the same")
+
+
+def test_a_rerun_measures_only_what_is_missing(folder, tmp_path, experiment):
     runs = []
     for name in ("lpm", "fork", "batching"):
-        claim(name, lambda lab, name=name: runs.append(name) or two_sides(lab))
+        experiment(name, lambda lab, name=name: runs.append(name) or two_sides(lab))
     claims(folder, tmp_path)
     claims(folder, tmp_path, only=["fork", "lpm"])
     assert runs == ["lpm", "fork"] and saved(tmp_path)["command"].count("--only fork lpm")
@@ -324,34 +278,33 @@ DAMAGED_ROW = '{"claims": {"lpm": {"mechanism": "m"}}}'
 
 
 @pytest.mark.parametrize("content", ["", "[]", "3", '{"claims": []}', '{"claims": {"lpm": 3}}', DAMAGED_ROW])
-def test_what_cannot_be_continued_is_named_or_replaced(folder, tmp_path, capsys, claim, content):
-    claim("lpm", two_sides)
+def test_what_cannot_be_continued_is_named_or_replaced(folder, tmp_path, capsys, experiment, content):
+    experiment("lpm", two_sides)
     (tmp_path / "claims.json").write_text(content, encoding="utf-8")
     assert claims(folder, tmp_path) == 2
     assert "claims.json cannot be continued, it is no file of this command, or damaged" in capsys.readouterr().err
     assert claims(folder, tmp_path, "--fresh") == 0
     assert claims(folder, tmp_path, "--seed", "7") == 2
-    assert "it has other settings: engine" in capsys.readouterr().err
-    assert "seed" not in str(saved(tmp_path)["engine"]) or saved(tmp_path)["engine"]["seed"] != 7
+    assert "it has other settings: engine" in capsys.readouterr().err and saved(tmp_path)["engine"]["seed"] != 7
 
 
-def test_a_broken_row_is_reported_and_the_others_go_on(folder, tmp_path, capsys, claim):
-    claim("kv-memory", broken)
-    claim("lpm", two_sides)
+def test_a_broken_row_is_reported_and_the_others_go_on(folder, tmp_path, capsys, experiment):
+    experiment("kv-memory", broken)
+    experiment("lpm", two_sides)
     assert claims(folder, tmp_path, only=["kv-memory", "lpm"]) == 1
     assert "kv-memory: FAILED: OSError: no such thing" in capsys.readouterr().err
     result = saved(tmp_path)
     assert list(result["claims"]) == ["lpm"] and "kv-memory failed: OSError" in as_markdown(result)
-    claim("kv-memory", two_sides)  # mended: the next run measures it
+    experiment("kv-memory", two_sides)  # mended: the next run measures it
     assert claims(folder, tmp_path, only=["kv-memory", "lpm"]) == 0 and saved(tmp_path)["failed"] == {}
 
 
-def test_an_interruption_loses_only_the_running_row(folder, tmp_path, claim):
+def test_an_interruption_loses_only_the_running_row(folder, tmp_path, experiment):
     def interrupted(lab):
         raise KeyboardInterrupt
 
-    claim("kv-memory", two_sides)
-    claim("lpm", interrupted)
+    experiment("kv-memory", two_sides)
+    experiment("lpm", interrupted)
     assert claims(folder, tmp_path, only=["kv-memory", "lpm"]) == 130
     assert list(saved(tmp_path)["claims"]) == ["kv-memory"]
 
@@ -365,10 +318,9 @@ def test_committed_results_are_of_these_claims():
     """results/claims.md was written from results/claims.json, row by row."""
     result = saved(ROOT / "results")
     assert list(result["claims"]) == list(CLAIMS) and not result["failed"]
-    for name, claim in CLAIMS.items():
+    for name, paper in CLAIMS.items():
         row = result["claims"][name]
-        for key in ("mechanism", "claim", "source", "setting", "why"):
-            assert row[key] == getattr(claim, key)
+        assert all(row[key] == paper[key] for key in ("mechanism", "claim", "source", "setting", "why"))
         assert row["same_answers"] in (True, None)
     assert as_markdown(result) == (ROOT / "results" / "claims.md").read_text(encoding="utf-8")
     assert "(results/claims.md)" in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -57,8 +57,6 @@ def test_what_can_never_finish_is_refused_and_what_just_fits_is_served():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"batching": "none"}, "batching='none': must be one of continuous, static"),
-        ({"reserve": "all"}, "reserve='all': must be one of paged, contiguous"),
         ({"cache": None, "chunked": False, "max_num_batched_tokens": 8, "max_model_len": 9}, "reach max_model_len=9"),
         ({"cache": "radix", "reserve": "contiguous"}, "turn the prefix cache off"),
     ],
