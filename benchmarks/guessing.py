@@ -24,7 +24,6 @@ from drafting.budget import Speculator
 from formats.command_line import warn
 from sampling import SamplingParams
 
-PROPOSERS = ("ngram", "head")  # values of `speculate`
 DRAFTS = (1, 2, 3, 4, 6, 8)  # guesses a step, for the picture
 ANIMALS = ("fox", "whale", "mouse", "heron", "badger", "goat", "beetle", "wolf")
 CODE = """def total_of_{0}(items):
@@ -45,29 +44,22 @@ TEXTS = {  # prompts that hold the whole answer, most of it, nothing of it
 }
 
 
-def speculators(lab: Lab) -> dict:
-    """{proposer: (an engine, its speculator)} of those that are to be had for the model."""
-    found = {}
-    for name in PROPOSERS:
-        try:
-            llm = lab.open(speculate=name)
-            found[name] = llm, llm.engine.speculator
-        except ValueError as error:
-            warn(f"speculation without {name}: {error}")
-    return found
-
-
 def speculation(lab: Lab) -> Result:
     """Texts x batch sizes x proposers. Its lines: n-grams that always guess so many tokens, whether it pays or not."""
-    found, batches = speculators(lab), lab.sizes.batches[:2]
+    engines, sides, series = {"ngram": lab.open(speculate="ngram")}, {}, {text: [] for text in TEXTS}
+    try:
+        engines["head"] = lab.open(speculate="head")
+    except ValueError as error:  # not every model has one
+        warn(f"speculation without a head: {error}")
+    known = {name: llm.engine.speculator for name, llm in engines.items()}
 
-    def side(case: tuple[str, int, str], always: int | None = None) -> Run:
+    def side(case: tuple[str, int, str], speculator: Speculator | None = None) -> Run:
         text, batch, name = case
-        llm, known = found["ngram" if name == "off" else name]
-        fresh = Speculator(known.proposer, known.most, known.step, known.draft, known.trust)  # has learnt nothing yet
-        speculator = None if name == "off" else Speculator(known.proposer, always) if always else fresh
-        lab.use(llm).engine.speculator = speculator
-        scheduler, (prompts, params) = lab.scheduler(llm=llm), TEXTS[text]
+        llm, (prompts, params) = lab.use(engines.get(name, engines["ngram"])), TEXTS[text]
+        if speculator is None and name != "off":  # one that has learnt nothing yet
+            old = known[name]
+            speculator = Speculator(old.proposer, old.most, old.step, old.draft, old.trust)
+        llm.engine.speculator, scheduler = speculator, lab.scheduler(llm=llm)
         params = params | {"max_tokens": lab.sizes.guessed, "ignore_eos": True}
         requests = [llm.add(prompt, SamplingParams(seed=i, **params)) for i, prompt in enumerate(prompts[:batch])]
         rate = run_decode(llm, requests)
@@ -75,32 +67,27 @@ def speculation(lab: Lab) -> Result:
             raise ValueError(f"{name} failed while it guessed; its error stands above")
         stats = speculator.stats() if speculator else {"drafted": 0, "accepted": 0, "tokens_per_step": 1.0}
         counted = {"steps": scheduler.work["steps"], "guesses": stats["drafted"], "accepted": stats["accepted"]}
-        return Run(
-            counted | {"tokens a step": round(stats["tokens_per_step"], 2)}, {"tok/s": rate}, tokens_of(requests)
-        )
+        counted["tokens a step"] = round(stats["tokens_per_step"], 2)
+        return Run(counted, {"tok/s": rate}, tokens_of(requests))
 
-    cases = [(text, n, name) for text in TEXTS for n in batches for name in ("off", *found)]
-    sides = lab.alternate(side, {f"{text} x{n}, {name}": (text, n, name) for text, n, name in cases})
+    for text in TEXTS:
+        cases = [(text, n, name) for n in lab.sizes.batches[:2] for name in ("off", *engines)]
+        sides |= lab.alternate(side, {f"{text} x{n}, {name}": (text, n, name) for text, n, name in cases})
+        for most in DRAFTS:
+            found = side((text, 1, "ngram"), Speculator(known["ngram"].proposer, most)).counted
+            series[text].append([most, round(share_right(found), 4), found["tokens a step"]])
 
     def gain(text: str, n: int, name: str) -> str:
         on, off = sides[f"{text} x{n}, {name}"], sides[f"{text} x{n}, off"]
         return f"{text} {ratio(on, off, 'tok/s').split(' ')[0]} ({share_right(on['counted']):.0%} right)"
 
-    gains = [
-        f"{name} {n} at a time: {', '.join(gain(text, n, name) for text in TEXTS)}" for name in found for n in batches
-    ]
-    even = [f"{name} {100 * known.break_even():.0f} %" for name, (_, known) in found.items()]
-    most = {
-        text: max(side["counted"]["tokens a step"] for key, side in sides.items() if key.startswith(text))
-        for text in TEXTS
-    }
-    series = {text: [] for text in TEXTS}
-    for text, n in ((text, n) for text in TEXTS for n in DRAFTS):
-        counted = side((text, 1, "ngram"), always=n).counted
-        series[text].append([n, round(share_right(counted), 4), counted["tokens a step"]])
+    rows = [(name, n) for name in engines for n in lab.sizes.batches[:2]]
+    gains = [f"{name} {n} at a time: {', '.join(gain(text, n, name) for text in TEXTS)}" for name, n in rows]
+    even = [f"{name} {100 * speculator.break_even():.0f} %" for name, speculator in known.items()]
+    most = max(side["counted"]["tokens a step"] for side in sides.values())
     return Result(
         f"{'; '.join(gains)}; one guess alone pays if right more often than {', '.join(even)}",
-        f"guesses for nothing: tokens a step, {', '.join(f'{text} {value:.2f}x' for text, value in most.items())}",
+        f"guesses for nothing: up to {most:.2f} tokens a step",
         sides,
         series,
     )

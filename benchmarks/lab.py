@@ -1,16 +1,13 @@
 """Two sides of one switch: run them in turn, and gather what was counted and what the clock said.
 
-Problem. A clock on a shared machine drifts by a tenth within a minute, so a side measured later than the other is
-compared with another machine. And a clock does not say why one side is faster.
-
-Idea. An experiment is a function Lab -> Result. It says what one side does, once; the lab runs the sides in turn. The
-scheduler knows most of the switches and holds no tensors, so each run puts a fresh one into the same engine:
+A clock on a shared machine drifts by a tenth within a minute, and does not say why one side is faster. So an
+experiment, a function Lab -> Result, says what one side does, and the lab runs the sides in turn. Counted work must be
+equal in all rounds, ratios are taken within a round. Most switches belong to the scheduler, without tensors: each run
+puts a fresh one into the same engine; where the switch belongs to the model, every side has an engine of its own:
 
     model, KV memory ── engine ── scheduler(batching="static")       round 1: A   round 2: A
                              `─── scheduler(batching="continuous")   round 1:   B round 2:   B
 
-Where the switch belongs to the model (its bits, its kernels), every side has an engine of its own. Counted work must be
-equal in all rounds; clock readings are kept one by one, and ratios are taken within a round.
 Source: paired measurement, common in benchmarking. Left out: which switches (scheduling.py, speed.py, guessing.py).
 """
 

@@ -23,12 +23,12 @@ import json
 import sys
 import time
 from pathlib import Path
+from statistics import fmean
 from xml.sax.saxutils import escape
 
 from benchmarks.claims import RUNS
 from benchmarks.lab import FULL, Lab, Sizes
-from benchmarks.scheduling import PARTS
-from formats.command_line import as_command, given, refuse_unused, value_of, warn
+from formats.command_line import as_command, given, refuse_unused, warn
 from native.machine import usable_threads
 
 PICTURES = json.loads(Path(__file__).with_name("pictures.json").read_text(encoding="utf-8"))
@@ -53,19 +53,20 @@ def percent(panel) -> None:
 
 
 def kv_memory(series: dict, figure) -> None:
-    looks = {"tokens": (BLUE, BLUE, ""), "reserved": (GREEN, "none", "///"), "fragments": (RED, "none", "xxx")}
-    for panel, (side, parts) in zip(figure.subplots(1, 2, sharey=True), series.items(), strict=True):
-        below, marks = [0.0] * len(parts["tokens"]), []
-        for part in PARTS:
-            edge, fill, hatch = looks[part]
-            look = {"color": fill, "edgecolor": edge, "hatch": hatch, "linewidth": 0.6}
-            marks.append(panel.bar(range(len(below)), parts[part], 0.8, below, **look))
-            below = [a + b for a, b in zip(below, parts[part], strict=True)]
-        panel.set(title=f"{side}: {parts['mean']['tokens']:.0%} tokens", xticks=[], xlabel="time →", ylim=(0, 1.0))
+    looks = {
+        "tokens": {"color": BLUE, "edgecolor": BLUE},
+        "held, but empty": {"color": "none", "edgecolor": GREEN, "hatch": "///"},
+        "free, and too little": {"color": "none", "edgecolor": RED, "hatch": "xxx"},
+    }
+    for panel, (side, bars) in zip(figure.subplots(1, 2, sharey=True), series.items(), strict=True):
+        below, marks, parts = [0.0] * len(bars), [], list(zip(*bars, strict=True))
+        for look, part in zip(looks.values(), parts, strict=True):
+            marks.append(panel.bar(range(len(bars)), part, 0.8, below, linewidth=0.6, **look))
+            below = [a + b for a, b in zip(below, part, strict=True)]
+        panel.set(title=f"{side}: {fmean(parts[0]):.0%} tokens", xticks=[], xlabel="time →", ylim=(0, 1.0))
         percent(panel)
     figure.axes[0].set_ylabel("of the KV memory")
-    names = ["tokens", "reserved: will be filled", "fragments: never used"]
-    figure.legend(marks, names, loc="outside lower center", ncols=3)
+    figure.legend(marks, list(looks), loc="outside lower center", ncols=3)
 
 
 def batch_chart(series: dict, figure) -> None:
@@ -261,7 +262,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--redraw", action="store_true", help="draw what DIR.json holds; measure nothing")
     parser.add_argument("--model", default="smollm2", metavar="M")
-    parser.add_argument("--threads", type=value_of(int), default=min(2, usable_threads()[0]), metavar="N")
+    parser.add_argument("--threads", type=int, default=min(2, usable_threads()[0]), metavar="N")
     parser.add_argument("--json", action="store_true", help="print what each picture shows as one JSON object")
     args = parser.parse_args(argv)
     if args.out.name in ("", ".."):
@@ -302,15 +303,13 @@ def run(args: argparse.Namespace, sizes: Sizes = FULL) -> dict[str, str]:
         gather(args.only, Lab(flags, sizes), file)
     data, sentences = read(file), {}
     for name in args.only:
-        experiment = PICTURES[name]["experiment"]
-        if experiment not in data:
-            raise ValueError(f"{file} has no data for {name}: leave out --redraw")
         try:
-            draw(name, data[experiment], args.out / f"{name}.svg")
-            sentences[name] = data[experiment]["measured"]
-        except (LookupError, TypeError, AttributeError, ValueError) as error:  # data of another version, say
-            cause = f"its data do not make the picture {name} ({type(error).__name__}: {error})"
-            raise ValueError(f"{file}: {cause}: leave out --redraw") from error
+            found = data[PICTURES[name]["experiment"]]
+            draw(name, found, args.out / f"{name}.svg")
+        except (LookupError, TypeError, AttributeError, ValueError) as error:  # none, or those of another version
+            cause = f"no data for the picture {name} ({type(error).__name__}: {error})"
+            raise ValueError(f"{file} has {cause}: leave out --redraw") from error
+        sentences[name] = found["measured"]
     return sentences
 
 

@@ -29,28 +29,20 @@ from benchmarks.lab import watched_scheduler as watched
 from benchmarks.peers import random_prompt
 from scheduler import Sequence
 
-PARTS = ("tokens", "reserved", "fragments")  # of the KV memory
-
 
 class Occupancy(simulate.Simulation):
-    """The simulator, which also records what the slots of the pool hold while requests wait for memory."""
+    """The simulator, which also keeps what share of the pool holds tokens, is held but empty, or is free."""
 
     def __init__(self, args):
         super().__init__(args)
-        self.samples: list[tuple[float, float, float]] = []  # shares of the pool, as PARTS names them
+        self.samples: list[list[float]] = []
 
     def _sample(self) -> None:
         super()._sample()
-        running, size = self.scheduler.running, self.scheduler.block_size
-        if not self.scheduler.waiting:
-            return  # no request lacks memory: nothing is wasted
-        balance = self.scheduler.tables.balance(running)
-        tokens, held, pool = balance["kv_tokens"], balance["live"] * size, balance["total"] * size
-        ends = [min(len(seq.block_table) * size, seq.num_prompt + seq.answer.answer) for seq in running]
-        to_come = sum(max(0, end - seq.num_computed) for end, seq in zip(ends, running, strict=True))
-        reserved = min(to_come, held - tokens)  # held already, and filled before the answers end
-        gaps = balance["free"] * size if self.args.reserve == "contiguous" else 0  # no slab fits, free pages always do
-        self.samples.append((tokens / pool, reserved / pool, (held - tokens - reserved + gaps) / pool))
+        balance = self.scheduler.tables.balance(self.scheduler.running)
+        if self.scheduler.waiting:  # else no request lacks memory: nothing is wasted
+            tokens, held, pool = balance["kv_tokens"] / self.scheduler.block_size, balance["live"], balance["total"]
+            self.samples.append([round(part / pool, 4) for part in (tokens, held - tokens, pool - held)])
 
 
 def kv_memory(lab: Lab, bars: int = 24) -> Result:
@@ -71,29 +63,18 @@ def kv_memory(lab: Lab, bars: int = 24) -> Result:
         counted |= {"tokens a step": round(report["tokens_per_step"], 1)}
         return Run(counted | {key: report[key] for key in ("steps", "preemptions")})
 
-    pools = {"contiguous": ("contiguous", lab.block_size), "paged": ("paged", lab.block_size)}
-    sides = lab.alternate(side, pools | {"paged, one token a block": ("paged", 1)})
+    size, share = lab.block_size, "held slots with a token"
+    pools = {"contiguous": ("contiguous", size), "paged": ("paged", size), "paged, one token a block": ("paged", 1)}
+    sides = lab.alternate(side, pools)
     slab, pages, ideal = (side["counted"] for side in sides.values())
-    share = "held slots with a token"
-    series = {}
-    for name, pool in zip(("one slab per request", f"pages of {lab.block_size} tokens"), pools.values(), strict=True):
-        parts = dict(zip(PARTS, zip(*samples[pool], strict=True), strict=True))
-        series[name] = {part: thinned(values, bars) for part, values in parts.items()}
-        series[name]["mean"] = {part: round(fmean(values), 4) for part, values in parts.items()}
+    series = {"one slab per request": samples["contiguous", size], f"pages of {size} tokens": samples["paged", size]}
     return Result(
         f"{slab[share]:.0%} of a contiguous reservation holds tokens, {pages[share]:.1%} of pages; the same trace "
         f"takes {slab['steps'] / pages['steps']:.1f}x fewer steps with pages",
         f"blocks of one token waste nothing: {slab['steps'] / ideal['steps']:.1f}x fewer steps",
         sides,
-        series,
+        {name: found[:: -(-len(found) // bars)] for name, found in series.items()},
     )
-
-
-def thinned(values: tuple[float, ...], n: int) -> list[float]:
-    """n means over equal runs of the values (or the values, if they are fewer)."""
-    n = min(n, len(values))
-    edges = [round(i * len(values) / n) for i in range(n + 1)]
-    return [round(fmean(values[a:b]), 4) for a, b in itertools.pairwise(edges)]
 
 
 def batching(lab: Lab, slots: int = 8, mean: int = 40) -> Result:

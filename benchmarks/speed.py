@@ -122,29 +122,35 @@ def calls_of_a_step(llm: LLM) -> int:
     return counter.calls  # of the last step; the one before was the prompt's
 
 
+def calls_and_rates(lab: Lab, engines: dict[str, LLM], tokens: int) -> dict[str, dict]:
+    """The sides of a table: each engine decodes one sequence."""
+    calls = {name: calls_of_a_step(lab.use(llm)) for name, llm in engines.items()}
+
+    def side(name: str) -> Run:
+        llm = lab.use(engines[name])
+        rate, requests = decode(llm, 1, tokens)
+        counted = {"Python calls a step": calls[name]}
+        counted |= {key.replace("_", " "): llm.stats()[key] for key in ("graphs_compiled", "steps_captured")}
+        return Run(counted, {"tok/s": rate}, tokens_of(requests) if llm.options.quant else [])  # dense ones round
+
+    return lab.alternate(side, list(engines))
+
+
+def faster(off: dict, on: dict) -> str:
+    fewer = " calls a step instead of ".join(f"{side['counted']['Python calls a step']:,}" for side in (on, off))
+    return f"{middle(off, 'tok/s'):.1f} -> {middle(on, 'tok/s'):.1f} tok/s, {ratio(on, off, 'tok/s')}, with {fewer}"
+
+
 def compiled(lab: Lab) -> Result:
     """Steps as calls from Python, and as one replayed tape (quantised) or with one compiled layer (dense)."""
     quant = lab.flags.get("quant") or "int4"
     kinds = {quant: {"quant": quant}} | ({"float32": {"quant": None, "dtype": "float32"}} if lab.sizes.compile else {})
     switch = {"calls": False, "compiled": True}
     engines = {f"{kind}, {name}": lab.open(compile=on, **kinds[kind]) for kind in kinds for name, on in switch.items()}
-    calls = {name: calls_of_a_step(lab.use(llm)) for name, llm in engines.items()}
-
-    def side(name: str) -> Run:
-        llm = lab.use(engines[name])
-        rate, requests = decode(llm, 1, lab.sizes.decoded)
-        counted = {"Python calls a step": calls[name]}
-        counted |= {key.replace("_", " "): llm.stats()[key] for key in ("graphs_compiled", "steps_captured")}
-        return Run(counted, {"tok/s": rate}, tokens_of(requests) if name.startswith(quant) else [])
-
-    sides, measured, floors = lab.alternate(side, list(engines)), [], []
+    sides, measured, floors = calls_and_rates(lab, engines, lab.sizes.decoded), [], []
     for kind in kinds:
         off, on, llm = sides[f"{kind}, calls"], sides[f"{kind}, compiled"], engines[f"{kind}, compiled"]
-        measured.append(
-            f"{kind} {middle(off, 'tok/s'):.1f} -> {middle(on, 'tok/s'):.1f} tok/s, {ratio(on, off, 'tok/s')}, with "
-            f"{calls[f'{kind}, compiled']:,} calls a step instead of {calls[f'{kind}, calls']:,} (ready in "
-            f"{llm.runner.seconds:.1f} s)"
-        )
+        measured.append(f"{kind} {faster(off, on)} (ready in {llm.runner.seconds:.1f} s)")
         floor = decode_floor(lab.bandwidth, llm.model.step_bytes, 0)
         floors.append(f"{kind} {floor:.0f} tok/s, {floor / middle(off, 'tok/s'):.2f}x")
     return Result("; ".join(measured), f"nothing left but reading the weights: {', '.join(floors)}", sides)
@@ -155,21 +161,10 @@ def fused_kernels(lab: Lab) -> Result:
     flags = {"quant": lab.flags.get("quant") or "int4", "compile": False}
     flags["threads"] = 1  # those of torch would wait for each other 9,000 times a step
     engines = {name: lab.open(kernels=name, **flags) for name in ("reference", "native")}
-    calls = {name: calls_of_a_step(lab.use(llm)) for name, llm in engines.items()}
-
-    def side(name: str) -> Run:
-        rate, _ = decode(lab.use(engines[name]), 1, max(2, lab.sizes.decoded // 12))
-        return Run({"Python calls a step": calls[name]}, {"tok/s": rate})
-
-    sides = lab.alternate(side, list(engines))
-    slow, fast = sides["reference"], sides["native"]
+    sides = calls_and_rates(lab, engines, max(2, lab.sizes.decoded // 12))
     floor = decode_floor(lab.bandwidth, engines["native"].model.step_bytes, 0)
-    return Result(
-        f"{middle(slow, 'tok/s'):.2f} -> {middle(fast, 'tok/s'):.1f} tok/s, {ratio(fast, slow, 'tok/s')}, with "
-        f"{calls['native']:,} calls a step instead of {calls['reference']:,}",
-        f"nothing left but reading the weights: {floor:.0f} tok/s at {lab.bandwidth / 1e9:.0f} GB/s",
-        sides,
-    )
+    rate = f"{floor:.0f} tok/s at {lab.bandwidth / 1e9:.0f} GB/s"
+    return Result(faster(*sides.values()), f"nothing left but reading the weights: {rate}", sides)
 
 
 class Ahead(OverlapEngine):
