@@ -146,7 +146,10 @@ def begin(args: argparse.Namespace, settings: dict) -> dict:
         before = json.loads(file.read_text(encoding="utf-8"))
         result["claims"] = {name: row for name, row in before["claims"].items() if name in CLAIMS}
         as_markdown(result)  # fails where a row is damaged
-        differing = [f"{k} {before[k]!r} there, {v!r} now" for k, v in settings.items() if before[k] != v]
+        values = [
+            (part, key, before[part].get(key), value) for part in settings for key, value in settings[part].items()
+        ]
+        differing = [f"{part} {key} {old!r} there, {new!r} now" for part, key, old, new in values if old != new]
         why = f"it has other settings: {'; '.join(differing)}" if differing else ""
     except (ValueError, LookupError, AttributeError, TypeError) as error:
         why = f"it is no file of this command, or damaged ({type(error).__name__}: {error})"

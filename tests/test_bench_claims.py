@@ -275,7 +275,10 @@ def test_what_cannot_be_continued_is_named_or_replaced(folder, tmp_path, capsys,
     assert "claims.json cannot be continued, it is no file of this command, or damaged" in capsys.readouterr().err
     assert claims(folder, tmp_path, "--fresh") == 0
     assert claims(folder, tmp_path, "--seed", "7") == 2
-    assert "it has other settings: engine" in capsys.readouterr().err and saved(tmp_path)["engine"]["seed"] != 7
+    assert (
+        "it has other settings: engine seed 0 there, 7 now. Use" in capsys.readouterr().err
+        and saved(tmp_path)["engine"]["seed"] != 7
+    )
 
 
 def test_failures_and_interruptions_lose_only_their_own_row(folder, tmp_path, capsys, experiment):
