@@ -308,7 +308,7 @@ class Linear(nn.Module):
 
 
 class StoredLinear(Linear):
-    """Under a scheme without a kernel: holds the parts, and dequantises them for every product."""
+    """Under a scheme without a kernel: holds the parts, and dequantises them for every product, some rows at a time."""
 
     def __init__(self, rows: QuantRows, bias: Tensor | None = None):
         nn.Module.__init__(self)
@@ -322,7 +322,10 @@ class StoredLinear(Linear):
         return self.scheme.dequantize({name: getattr(self, name)[ids] for name in self.names}, self.in_features)
 
     def product(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.lookup(slice(None)).to(x.dtype), self.bias)
+        step = max(1, CHUNK // self.in_features)
+        pieces = [self.lookup(slice(at, at + step)).to(x.dtype) for at in range(0, self.out_features, step)]
+        y = torch.cat([F.linear(x, piece) for piece in pieces], dim=-1)
+        return y if self.bias is None else y + self.bias
 
 
 class PackedLinear(Linear):

@@ -10,8 +10,9 @@ would have got alone. So every row walks the same line of rules (`RULES`) on its
     weights  |     5     | 2 |1|        8        |       laid end to end, 16 in all
     token          0       1  2         3                u = 0.46 -> 0.46 * 16 = 7.36 -> token 2
 
-Sources: Holtzman et al. 2020 (top_p); Nguyen et al. 2024 (min_p); Keskar et al. 2019 (repetition penalty); Salmon et
-al. 2011 (random numbers from counters). Left out: eta and mirostat; a fused draw on the GPU, which draws row by row.
+Sources: Holtzman et al. 2020 (top_p); Meister et al. 2023 (typical_p); Nguyen et al. 2024 (min_p); Keskar et al. 2019
+(repetition penalty); Salmon et al. 2011 (random numbers from counters). Left out: eta and mirostat; a fused draw on the
+GPU, which draws row by row.
 """
 
 import copy
@@ -304,7 +305,7 @@ def argmax(logits: Tensor, rows: Sequence[int]) -> tuple[list[float], list[int]]
     if logits.device.type == "cpu":  # numpy's argmax is vectorised, and no row is copied
         for row in rows:
             ids.append(int(logits.numpy()[row].argmax()))
-    else:  # in two stages, so that all threads of a GPU work: the first best block, its first best token
+    elif rows:  # in two stages, so that all threads of a GPU work: the first best block, its first best token
         blocks = logits[rows].unflatten(1, (-1, math.gcd(logits.shape[1], 256)))  # [rows, vocab / block, block]
         block = blocks.amax(-1).argmax(-1, keepdim=True)  # [rows, 1]; amax and argmax carry NaN along
         inside = blocks.take_along_dim(block[..., None], 1).argmax(-1)  # [rows, 1]
@@ -362,42 +363,46 @@ def sample(logits: Tensor, states: Sequence[SamplerState], masks=None, rows=None
     """
     raw = logits.float().contiguous()
     masks = [None] * len(states) if masks is None else masks
-    rows = list(range(len(raw)) if rows is None else rows)
-    table, at = raw, rows  # what is drawn from: row at[i] for state i
-    if any(mask is not None or state.params.active[LOGITS] for state, mask in zip(states, masks, strict=True)):
-        table, at = raw[rows], list(range(len(rows)))  # a copy: raw rows are scored, and answers may share one
-        for row, state, mask in zip(table, states, masks, strict=True):
-            constrain(row, state, mask)
-    best, tokens = choose(table, at, states)
-    raw_best = best if table is raw else argmax(raw, rows)[0]  # a mask may hide what is not finite
+    rows = range(len(raw)) if rows is None else rows
+    plain, changed = {}, {}  # state: its row. What no rule changes is not copied, for a row is 200 kB
+    for i, (row, state, mask) in enumerate(zip(rows, states, masks, strict=True)):
+        (plain if mask is None and not state.params.active[LOGITS] else changed)[i] = row
+    chosen, raw_best = choose(raw, plain, states), {}
+    if changed:
+        copies = raw[list(changed.values())]  # [changed, V]
+        raw_best = dict(zip(changed, copies.amax(1).tolist(), strict=True))  # a mask may hide what is not finite
+        for row, i in zip(copies, changed, strict=True):
+            constrain(row, states[i], masks[i])
+        chosen |= choose(copies, dict(zip(changed, range(len(changed)), strict=True)), states)
     results: list[Sampled | ValueError] = []
-    for i, (row, state) in enumerate(zip(rows, states, strict=True)):
-        error, params = row_error(raw_best[i], best[i]), state.params
+    for i, row in enumerate(rows):
+        best, token = chosen[i]
+        error, params = row_error(raw_best.get(i, best), best), states[i].params
         scored = params.scored and error is None
-        results.append(score(raw[row], tokens[i], params.logprobs) if scored else error or Sampled(tokens[i]))
+        results.append(score(raw[row], token, params.logprobs) if scored else error or Sampled(token))
     return results
 
 
-def choose(table: Tensor, rows: list[int], states: Sequence[SamplerState]) -> tuple[list[float], list[int]]:
-    """The largest logit and the next token of each state from its row of constrained logits [R, V].
+def choose(table: Tensor, rows: dict[int, int], states: Sequence[SamplerState]) -> dict[int, tuple[float, int]]:
+    """{i: (largest logit, next token)} of state i from row rows[i] of the table of constrained logits [R, V].
 
     Each row is drawn on its own, so that no sum sees the batch: by the native kernel if it knows all its filters. The
     kernel's e^x has another last bit, so a u within a millionth of a border may give the token beside it.
     """
-    best, tokens = argmax(table, rows)
+    chosen = dict(zip(rows, zip(*argmax(table, list(rows.values())), strict=True), strict=True))
     native = kernels.backend() == "native" and table.device.type == "cpu"
     drawings = {}  # i: what the kernel needs to know
-    for i, state in enumerate(states):
-        p = state.params
-        if p.greedy or not math.isfinite(best[i]):
+    for i, (best, _) in chosen.items():
+        state, p = states[i], states[i].params
+        if p.greedy or not math.isfinite(best):
             continue
         if native and p.drawn_natively:
             top_k = min(p.top_k, table.shape[1])  # which may be a number that no float holds
-            drawings[i] = (best[i], p.temperature, p.min_p, top_k, p.top_p, state.uniform())
+            drawings[i] = (best, p.temperature, p.min_p, top_k, p.top_p, state.uniform())
         else:
-            tokens[i] = draw(weigh(table[rows[i]], best[i], state), state.uniform())
+            chosen[i] = best, draw(weigh(table[rows[i]], best, state), state.uniform())
     if drawings:
-        drawn = kernels_native.draw(table, [rows[i] for i in drawings], list(drawings.values()))
+        drawn = kernels_native.draw(table, list(map(rows.get, drawings)), list(drawings.values()))
         for i, token in zip(drawings, drawn, strict=True):
-            tokens[i] = token
-    return best, tokens
+            chosen[i] = chosen[i][0], token
+    return chosen

@@ -9,7 +9,7 @@ Scheduler, layout and model compute them like any others, and each row then says
     extend       ... the cat | sat  on   his  hat    a draft of four behind "cat", which is still to be computed
     trim         ... the cat | sat  on   his         the step has room for four rows: "hat" is forgotten
     rows say                   sat   on   the  .     two guesses were right, the third row says "the"
-    settle       ... the cat   sat  on   the         three tokens from one step; "his", its key and its value are gone
+    verify       ... the cat   sat  on   the         three tokens from one step; "his", its key and its value are gone
 
 By default each row is sampled with the uniform sample u of (seed, answer, position), as without guesses: a guess is
 right if it is what comes out, so answers stay the same token by token. `rejection_sample` keeps only the distribution.

@@ -102,6 +102,7 @@ def add_status_routes(app: FastAPI, service: Service, live: Live) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> PlainTextResponse:
         """Counts and histograms as Prometheus reads them, as of the last finished step."""
+        await engine.measure()
         return PlainTextResponse(generate_latest(engine.metrics.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     @app.get("/live/events", response_model=None)

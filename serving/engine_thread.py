@@ -199,6 +199,14 @@ class EngineThread:
         self.send(message)
         return await answer
 
+    async def measure(self) -> None:
+        """Let the metrics show the schedulers as they are now; while a step takes longer, as they were."""
+
+        def read() -> None:
+            self.metrics.stats = {name: served.llm.stats() for name, served in self.models.items()}
+
+        await asyncio.wait([asyncio.ensure_future(self.call(read))], timeout=0.2)
+
     def send(self, message: Callable[[], None]) -> None:
         """Have a function run in the engine thread, without waiting for it."""
         self._messages.put(message)
@@ -271,7 +279,6 @@ class EngineThread:
                 del served.jobs[request]
                 self.metrics.close(served.name, request)
             deliveries.append((job, group, int(request.finished)))
-        self.metrics.stats[served.name] = served.llm.stats()
         self._deliver(deliveries)
 
     def _deliver(self, deliveries: list[tuple[Job, list[Delta], int]]) -> None:

@@ -102,7 +102,7 @@ class Recorder:
 
     def leave(self) -> None:
         self.watchers -= 1
-        if not self.watchers:
+        if not self.watchers and self.record in self.observers:  # the engine lets go of one that failed
             self.observers.remove(self.record)
 
     def snapshot(self, seen: int, generated: int) -> dict:

@@ -112,7 +112,7 @@ class Service:
         known: list[tuple[list[int], str | None]] = []
         for prompt in prompts:
             ids = await self.encode(served, prompt) if isinstance(prompt, str) else prompt
-            if len(ids) > served.llm.max_model_len:
+            if len(ids) >= served.llm.max_model_len:
                 raise too_long(served, str(len(ids)))
             known.append((ids, prompt if isinstance(prompt, str) else None))
         await self.compile(served, params)
@@ -198,7 +198,8 @@ def check_length(served: Served, length: int) -> None:
 
 
 def too_long(served: Served, size: str) -> ApiError:
-    context = f"the context of {served.name!r} is {served.llm.max_model_len} tokens, prompt and answer together"
+    most = served.llm.max_model_len
+    context = f"the context of {served.name!r} is {most} tokens, prompt and answer together; at most {most - 1} fit"
     return ApiError(400, f"a prompt of {size} tokens: {context}", code="context_length_exceeded")
 
 
