@@ -212,12 +212,14 @@ class Scheduler:
         most = max(1, capacity + 1 - seq.num_prompt) if seq.max_tokens is None else seq.max_tokens
         seq.max_tokens = min(most, room)
         slots = seq.num_prompt + max(1, seq.max_tokens) - 1  # the last token is never computed
-        if seq.width > self.max_num_seqs or seq.width * blocks_needed(slots, self.block_size) > self.pool.total:
-            beams = f" for each of {seq.width} beams (max_num_seqs={self.max_num_seqs})" if seq.width > 1 else ""
+        if seq.width > self.max_num_seqs:
+            raise RequestTooLong(f"{seq.width} beams run side by side, max_num_seqs={self.max_num_seqs}: raise it")
+        if seq.width * blocks_needed(slots, self.block_size) > self.pool.total:
+            beams = f" for each of {seq.width} beams" if seq.width > 1 else ""
             raise RequestTooLong(
                 f"prompt of {seq.num_prompt} tokens with max_tokens={seq.max_tokens} needs KV memory for {slots} tokens"
                 f"{beams}, but the whole pool holds {capacity}; lower max_tokens{beams and ', beam_width'} or "
-                f"max_model_len, or raise --kv-memory{beams and ' or max_num_seqs'}"
+                "max_model_len, or raise --kv-memory"
             )
         self.sequences[seq.id] = seq
         level = -seq.priority if self.policy == "priority" else 0

@@ -25,6 +25,8 @@ from formats.fields import SURROGATE
 from formats.template_process import TemplateError, TemplateProcess
 
 PROCESS = TemplateProcess()
+MEDIA = {"image", "image_url", "images", "audio", "input_audio", "video", "file"}  # of a part
+UNREAD = ("images", "audio", "function_call")  # of a message: without them it would say something else
 
 
 class ControlStrings:
@@ -139,12 +141,16 @@ def _checked(message: Any, source: str) -> dict:
     """A copy of one message in the form that the template reads. Raises TemplateError for what none can render."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise TemplateError(f"a message is {message!r:.200}: it must be an object with a string 'role' and a 'content'")
+    for field in UNREAD:
+        if message.get(field):
+            raise TemplateError(f"a message has {field!r}, which this engine does not read; leave it out")
     content = "" if message.get("content") is None else message["content"]
     if not isinstance(content, (str, list, tuple)):
         raise TemplateError(f"content is {content!r:.200}: it must be a string or a list of text parts")
     if not isinstance(content, str):
         for part in content:
-            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            known = isinstance(part, Mapping) and part.get("type") == "text" and not MEDIA & part.keys()
+            if not known or not isinstance(part.get("text"), str):
                 text = "only {'type': 'text', 'text': ...} is read"
                 raise TemplateError(f"content holds the part {part!r:.200}: {text}")
         if not LOOP_OVER_CONTENT.search(source):

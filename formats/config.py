@@ -136,6 +136,8 @@ def hf_rope(read: Reader) -> dict:
     outer = Reader(rope | read.values, read.where)  # top level wins
     original = outer.number("original_max_position_embeddings", positions)
     kind = next((rope[key] for key in ("rope_type", "type") if rope.get(key) is not None), "default")
+    if kind == "default" and rope.get("factor") not in (None, 1):
+        raise CheckpointError(f"{read.where}: rotary settings {rope!r:.200} have a factor and no rope_type.")
     if not isinstance(kind, str) or kind not in SCALINGS:
         raise CheckpointError(
             f"{read.where}: rope_type {kind!r} is not supported. Supported: default, linear, llama3, yarn."

@@ -20,6 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/")
+OCTAL = re.compile(r"\\([0-7]{3})")  # how mountinfo writes a blank
+# Fields four and five of a line are what is mounted and where; behind " - " stand the kind and, last, its options.
+MOUNT = re.compile(r"^\S+ \S+ \S+ (\S+) (\S+) .*- (\S+) .*?(\S+)$", re.MULTILINE)
 MARGIN = 0.1  # of the free bytes, for what is computed beside the pool
 
 
@@ -31,14 +34,18 @@ def read(path: Path) -> str:
         return ""
 
 
+def number(text: str) -> int:
+    """The number a file holds; 0 where it holds none."""
+    return int(text) if text.isdecimal() else 0
+
+
 def groups(controller: str) -> Iterator[Path]:
     """The folders of the groups that this process is in, for one controller and in both versions."""
     paths: dict[str, str] = {}  # controller, or "" for version 2 -> group
-    for line in read(ROOT / "proc/self/cgroup").splitlines():
-        _, names, path = line.split(":", 2)
-        paths |= dict.fromkeys(names.split(","), path)
-    for line in read(ROOT / "proc/self/mountinfo").splitlines():
-        (_, _, _, top, mount, *_), (kind, *_, options) = (part.split() for part in line.split(" - ", 1))
+    for line in re.findall(r"^\d+:(.*?):(.*)$", read(ROOT / "proc/self/cgroup"), re.MULTILINE):
+        paths |= dict.fromkeys(line[0].split(","), line[1])
+    for line in MOUNT.findall(read(ROOT / "proc/self/mountinfo")):
+        top, mount, kind, options = (OCTAL.sub(lambda match: chr(int(match[1], 8)), part) for part in line)
         name = "" if kind == "cgroup2" else controller
         if name not in paths or not (kind == "cgroup2" or kind == "cgroup" and controller in options.split(",")):
             continue
@@ -57,9 +64,9 @@ def usable_threads() -> tuple[int, str]:
         limits[f"OMP_NUM_THREADS={match[1]}"] = int(match[1])
     for group in groups("cpu"):
         version_1 = [read(group / "cpu.cfs_quota_us"), read(group / "cpu.cfs_period_us")]
-        time, period = read(group / "cpu.max").split() or version_1
+        time, period, *_ = [*(read(group / "cpu.max").split() or version_1), ""]
         if time.isdecimal():
-            quota = int(time) / int(period)
+            quota = int(time) / (number(period) or 100_000)  # microseconds; the default
             limits[f"a cgroup's quota of {quota:g} CPUs, {group}"] = int(quota)  # more would wait for the next period
     bound = min(limits, key=limits.get)
     return max(1, limits[bound]), bound
@@ -83,7 +90,7 @@ def usable_memory(device: str = "cpu") -> tuple[int, str]:
             if (limit := read(group / name)).isdecimal():
                 # Files that were read and are not in use count as used, but are given up when memory is needed.
                 cached = re.search(rf"^{idle} (\d+)", read(group / "memory.stat"), re.MULTILINE)
-                used = int(read(group / use) or 0) - (int(cached[1]) if cached else 0)
+                used = max(0, number(read(group / use)) - (int(cached[1]) if cached else 0))
                 free[f"a cgroup's limit of {int(limit) / 2**20:,.0f} MiB, {group / name}"] = int(limit) - used
     bound = min(free, key=free.get)
     return max(0, int(free[bound] * (1 - MARGIN))), bound

@@ -35,7 +35,7 @@ def run_chat(llm, system: str | None, params: SamplingParams) -> int:
         sys.stdin.reconfigure(errors="replace")
     warn(HELP)
     with keyboard():
-        while (text := read_message()) is not None:
+        while (text := read_message()) is not None:  # "" after Ctrl-C, too
             if text.strip() == "/new":
                 messages = list(start)
             if text.strip() in ("", "/new"):
@@ -84,6 +84,9 @@ def read_message() -> str | None:
             while not text.rstrip().endswith(QUOTES) or text.strip() == QUOTES:
                 text += "\n" + read_line("... ")
             text = text.strip().removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
+    except KeyboardInterrupt:  # what was typed is dropped, the conversation goes on
+        print()
+        return ""
     except EOFError:
         return None
     return text

@@ -16,6 +16,7 @@ pulling and making models, embeddings (openai_api.py says why), and `context`: t
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
@@ -24,6 +25,7 @@ from typing import Annotated, Any, ClassVar
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import FailFast, Field, create_model
+from typing_extensions import TypeAliasType
 
 from request import Delta
 from sampling import SamplingParams
@@ -31,7 +33,6 @@ from serving.engine_thread import Job, Served
 from serving.guard import ApiError, error_body
 from serving.openai_schema import UNSUPPORTED, Body, asked, sampling_fields
 from serving.service import Service
-from serving.tools import find_layout
 
 FOREVER = "9999-12-31T23:59:59Z"
 DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
@@ -79,7 +80,7 @@ class OllamaBody(Body):
 class GenerateBody(OllamaBody):
     """POST /api/generate: one turn through the chat template, or with raw=true the prompt as it is."""
 
-    prompt: str = ""
+    prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
 
@@ -88,15 +89,13 @@ class GenerateBody(OllamaBody):
         return [*system, {"role": "user", "content": self.prompt}]
 
 
+ChatMessages = TypeAliasType("ChatMessages", Annotated[list[dict[str, Any]], FailFast()])
+
+
 class OllamaChatBody(OllamaBody):
     """POST /api/chat"""
 
-    messages: Annotated[list[dict[str, Any]], FailFast()] = []
-
-    def params(self) -> SamplingParams:
-        if any(message.get("images") for message in self.messages):
-            raise ApiError(400, "images are not read by this server", "messages")
-        return super().params()
+    messages: ChatMessages | None = None
 
 
 class ShowBody(Body):
@@ -159,8 +158,10 @@ def ollama_routes(service: Service) -> APIRouter:
     router = APIRouter(prefix="/api", tags=["Ollama"])
 
     def loaded(body: OllamaBody, content: dict) -> Response:
-        """The answer to a body without a prompt: the model is in memory, and stays there."""
-        reason = "unload" if (body.model_extra or {}).get("keep_alive") in (0, "0") else "load"
+        """The answer to a body without a prompt: the model is in memory, and stays there, whatever clients want."""
+        body.params()
+        keep_alive = str((body.model_extra or {}).get("keep_alive"))
+        reason = "unload" if re.fullmatch(r"0[0.]*[a-z]*", keep_alive) else "load"
         head = {"model": service.model(body.model).name, "created_at": datetime.now(timezone.utc).isoformat()}
         return JSONResponse(head | content | {"done": True, "done_reason": reason}, 200, body.headers())
 
@@ -212,12 +213,11 @@ def add_model_routes(router: APIRouter, service: Service) -> None:
         """What a model is."""
         served = service.model(body.model or body.name)
         config, family = served.llm.config, served.llm.config.architecture
-        tools = ["tools"] if await service.help(find_layout, served.llm.tokenizer) else []
         described = {
             "details": card(served)["details"],
             "model_info": {"general.architecture": family, f"{family}.context_length": served.llm.max_model_len}
             | {f"{family}.block_count": config.num_layers, f"{family}.embedding_length": config.hidden_size},
-            "capabilities": ["completion", *tools],
+            "capabilities": ["completion"],
         }
         return JSONResponse(described, 200, body.headers())
 

@@ -23,6 +23,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter, WithJsonSchema, create_model, model_validator
 from typing_extensions import TypeAliasType
 
+from formats.fields import SURROGATE
 from sampling import SamplingParams
 from serving.guard import ApiError, size
 
@@ -39,6 +40,10 @@ UNSUPPORTED: dict[str, tuple] = {
     "modalities": (["text"],),
     "prediction": (),
     "web_search_options": (),
+}
+INSTEAD = dict.fromkeys(STRUCTURE, "ask with response_format, regex, choice or grammar") | {
+    "tools": "/v1/chat/completions has them",
+    "images": "this server reads text only",
 }
 TEMPLATE_OPTIONS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "shield", "documents")
 # What a field may hold, counted before anything looks at it: entries, and in all (guard.size). The context of a model
@@ -75,7 +80,9 @@ class Body(BaseModel):
             most = MOST_CHARACTERS if isinstance(value, str) else MOST_SIZE
             if name not in CONTEXT and value is not data and size(value) > most:
                 raise ApiError(400, f"{name} holds more than {most:,} characters and values, the limit", name)
-        return {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in data.items()}
+            if isinstance(value, str) and SURROGATE.search(value):
+                raise ApiError(400, f"{name} holds half a character (a lone surrogate): send whole ones", name)
+        return {name: whole(value) for name, value in data.items()}
 
     def headers(self) -> dict[str, str]:
         """X-Ignored-Fields, if there are any. Raises ApiError for a known field that cannot be honoured."""
@@ -88,16 +95,25 @@ class Body(BaseModel):
     def _ignored(self) -> Iterator[str]:
         """Names of the fields that are not obeyed, those of objects within this one behind the object's name."""
         for name, value in (self.model_extra or {}).items():
+            if isinstance(value, dict):
+                value = {key: inner for key, inner in value.items() if inner is not None}
             if name not in self.unsupported:
                 yield name
             elif value is not None and value not in self.unsupported[name]:
-                instead = "ask with response_format, regex, choice or grammar" if name in STRUCTURE else "leave it out"
-                raise ApiError(400, f"{name!r} is not supported by this server; {instead}", name, "unsupported")
+                instead = INSTEAD.get(name, "leave it out")
+                raise ApiError(400, f"{name!r} is not supported here; {instead}", name, "unsupported")
         for name in type(self).model_fields:
             value = getattr(self, name)
             for inner in value if isinstance(value, list) else [value]:
                 if isinstance(inner, Body):
                     yield from (f"{name}.{field}" for field in inner._ignored())
+
+
+def whole(value: Any) -> Any:
+    """16 for 16.0, in a list of numbers too."""
+    if isinstance(value, list) and value and isinstance(value[0], float):
+        return list(map(whole, value))
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def sampling_fields(*but: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -33,6 +34,7 @@ from serving.openai_schema import UNSUPPORTED, Body, ChatBody, Messages, asked, 
 from serving.service import Service
 
 ELSEWHERE = "n best_of beam_width logprobs prompt_logprobs json_schema max_tokens".split()
+MESSAGE = ("type", "role", "content", "id", "status")  # the fields of a message in `input`
 PREFIXES = {"message": "msg", "function_call": "fc"}  # of the ids of items
 
 Fields = create_model("Fields", __base__=Body, **sampling_fields(*ELSEWHERE))
@@ -96,9 +98,11 @@ class ResponsesBody(Fields):
         if isinstance(choice, dict) and choice.get("type") == "function":
             choice = {"type": "function", "function": {"name": choice.get("name")}}
         if form is not None and form.type == "json_schema":
-            form = {"type": "json_schema", "json_schema": {"schema": form.definition or {}}}
+            if form.definition is None:
+                raise ApiError(400, "text.format of type json_schema needs the field schema", "text")
+            form = {"type": "json_schema", "json_schema": {"schema": form.definition}}
         elif form is not None:
-            form = {"type": form.type}
+            form = {"type": form.type, "schema": form.definition}
         scored = bool(self.include) or self.top_logprobs is not None
         return ChatBody(
             **asked(self),
@@ -119,8 +123,10 @@ class ResponsesBody(Fields):
         """The items of `input` as messages of a chat."""
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
         for item in [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input:
-            kind = item.get("type", "message")
+            kind = item.get("type") or "message"
             if kind == "message" and isinstance(item.get("role"), str):
+                for field in (key for key, value in item.items() if value and key not in MESSAGE):
+                    raise ApiError(400, f"{field!a:.60} of a message is not read by this server", "input")
                 messages.append({"role": item["role"], "content": plain_text(item.get("content"))})
             elif kind == "function_call":  # belongs to the assistant's turn, and may stand beside others and a text
                 if not messages or messages[-1]["role"] != "assistant":
@@ -139,11 +145,12 @@ class ResponsesBody(Fields):
 
 def plain_text(content: Any) -> str:
     """The text of a message or of a tool's output: a text, or parts that are texts."""
-    if isinstance(content, str):
-        return content
+    if content is None or isinstance(content, str):
+        return content or ""
     texts = []
     for part in content if isinstance(content, list) else [content]:
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+        known = isinstance(part, dict) and part.get("type") in (None, "text", "input_text", "output_text")
+        if not known or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else part
             raise ApiError(400, f"content of type {kind!a:.60} is not read by this server, only text", "input")
         texts.append(part["text"])
@@ -214,7 +221,7 @@ class ResponsesWriter(ChatWriter):
             yield from self.close_message()
             yield from self.call(call)
         if self.reason is not None:
-            yield from self.close_message()
+            yield from self.close_message(self.status)
 
     def place(self) -> dict:
         """Where the text that is being written stands."""
@@ -225,9 +232,9 @@ class ResponsesWriter(ChatWriter):
         self.output.append(item)
         yield self.event("output_item.added", output_index=len(self.output) - 1, item=item)
 
-    def close_item(self) -> Iterator[bytes]:
+    def close_item(self, status: str = "completed") -> Iterator[bytes]:
         item = self.output[-1]
-        item["status"] = "incomplete" if self.reason == "length" else "completed"
+        item["status"] = status
         yield self.event("output_item.done", output_index=len(self.output) - 1, item=item)
 
     def open_message(self) -> Iterator[bytes]:
@@ -237,12 +244,12 @@ class ResponsesWriter(ChatWriter):
             yield self.event("content_part.added", **self.place(), part=self.part)
             self.output[-1]["content"].append(self.part)
 
-    def close_message(self) -> Iterator[bytes]:
+    def close_message(self, status: str = "completed") -> Iterator[bytes]:
         if self.part is not None:
             scores = self.part["logprobs"]
             yield self.event("output_text.done", **self.place(), text=self.part["text"], logprobs=scores)
             yield self.event("content_part.done", **self.place(), part=self.part)
-            yield from self.close_item()
+            yield from self.close_item(status)
             self.part = None
 
     def call(self, call: dict) -> Iterator[bytes]:
@@ -267,7 +274,10 @@ class ResponsesWriter(ChatWriter):
         return self.event("failed", response=self.response("failed", error=cause))
 
     def whole(self) -> dict:
-        for delta in self.whole_deltas():
+        (whole,) = self.whole_deltas()
+        rest = replace(whole, logprobs=[], finish_reason=None, stop_reason=None)
+        pieces = [replace(rest, text=character) for character in whole.text]  # items in the order of a stream
+        for delta in [replace(rest, text="", logprobs=whole.logprobs), *pieces, replace(whole, text="", logprobs=[])]:
             for _ in self.feed(delta):
                 pass
         return self.response(self.status)

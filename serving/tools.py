@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 import uuid
 from dataclasses import dataclass
@@ -31,8 +32,8 @@ PROBE = "probe_function_name"
 SCHEMAS_BY_NAME = ("properties", "$defs", "definitions")
 CONSTANTS = ("const", "enum", "default", "examples")  # what stands there is no schema, whatever it looks like
 OPEN_ENDED = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
-ANNOTATIONS = {"type", "title", "description", "$schema"}  # a schema of these alone declares no parameter
-JSON_BRACES = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|[{}]', re.DOTALL)  # between the strings
+DECLARING = OPEN_ENDED | {"properties", "enum", "const"}  # a schema without these declares no parameter
+JSON_BRACES = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*("|\\?\Z)|[{}]', re.DOTALL)  # between the strings
 BEGINNING = re.compile(r'\s*(?:\{\s*(?:["}].*)?)?', re.DOTALL)  # of an object, as far as it goes
 OUTSIDE, INSIDE, BEHIND = "outside", "inside", "behind"  # a call
 
@@ -79,6 +80,7 @@ class ToolParser:
         self.layout, self.names = layout or Layout("", "", ""), [tool["function"]["name"] for tool in tools]
         self._text = ""  # not decided yet
         self._state = INSIDE if layout is not None and not layout.opens else OUTSIDE
+        self._at = self._depth = 0  # of the object being read: how far, and how many braces are open there
 
     def feed(self, text: str, last: bool = False) -> tuple[str, list[dict]]:
         """Text that is certain to be text, and calls that are complete; of the last piece, everything."""
@@ -93,8 +95,9 @@ class ToolParser:
                     shown, self._text = shown + self._text[:end], self._text[end:]
                     return shown, calls
                 shown, self._text, self._state = shown + self._text[:at], self._text[at + len(opens) :], INSIDE
+                self._at = self._depth = 0
             elif self._state == INSIDE:
-                end = _object_end(self._text)
+                end = self._object_end()
                 if end is None and not last and BEGINNING.fullmatch(self._text):
                     return shown, calls
                 if call := self._read(self._text[:end]):
@@ -113,9 +116,21 @@ class ToolParser:
         """The answer is over: a call that was never closed counts if it is whole, else it is text."""
         return self.feed("", last=True)
 
+    def _object_end(self) -> int | None:
+        """Where the JSON object that the text begins with ends, if it does. Goes on where it left off."""
+        for piece in JSON_BRACES.finditer(self._text, self._at):
+            if piece[0] not in "{}" and not piece[1]:  # a string without its end
+                return None
+            self._at = piece.end()
+            self._depth += {"{": 1, "}": -1}.get(piece[0], 0)
+            if self._depth <= 0:
+                return self._at
+        return None
+
     def _read(self, body: str) -> dict | None:
         try:
-            value = json.loads(body, parse_constant=_no_number)  # Python's reader takes NaN, the caller's may not
+            # Python's reader takes NaN and 1e999, the caller's may not.
+            value = json.loads(body, parse_constant=_finite, parse_float=_finite)
         except (ValueError, RecursionError):
             return None
         if not isinstance(value, dict) or value.get("name") not in self.names:
@@ -124,18 +139,10 @@ class ToolParser:
         return api_call(value["name"], arguments) if isinstance(arguments, dict) else None
 
 
-def _no_number(name: str):
-    raise ValueError(f"{name} is no JSON")
-
-
-def _object_end(text: str) -> int | None:
-    """Where the JSON object that `text` begins with ends, if it does."""
-    depth = 0
-    for piece in JSON_BRACES.finditer(text):
-        depth += {"{": 1, "}": -1}.get(piece[0], 0)
-        if depth <= 0:
-            return piece.end()
-    return None
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text} is no JSON")
+    return value
 
 
 def _possible_beginning(text: str, mark: str) -> int:
@@ -160,8 +167,12 @@ def forced_schema(tools: list[dict]) -> dict:
 
 def _parameters(tool: dict) -> dict:
     """Arguments are an object, whether the schema says so or not; a function takes none that it does not declare."""
-    parameters = {"type": "object"} | (tool["function"].get("parameters") or {})
-    if not parameters.keys() - ANNOTATIONS:
+    parameters = dict(tool["function"].get("parameters") or {})
+    kind = parameters.get("type", "object")
+    if "object" not in (kind if isinstance(kind, list) else [kind]):
+        raise GrammarError(f"the parameters of tool {tool['function']['name']!r} are no object but {kind!r:.60}")
+    parameters["type"] = "object"
+    if not DECLARING & parameters.keys() and not parameters.get("required"):
         parameters["properties"] = {}
     if "properties" in parameters and not OPEN_ENDED & parameters.keys():
         parameters["additionalProperties"] = False

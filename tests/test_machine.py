@@ -107,3 +107,22 @@ def test_the_start_lines_name_the_bounds_and_a_pool_beyond_them_is_warned_of(roo
     err = capsys.readouterr().err
     assert "threads: 2 (as was asked for)" in err
     assert re.search(r"warning: the KV pool takes 8 MiB when it fills, but 4 MiB .*limit of 4 MiB", err)
+
+
+@pytest.mark.parametrize("cpu", ["max", "0 0", "x y", "", "\n"])
+def test_files_that_say_nothing_bound_nothing(root, cpu):
+    mount(root, VERSION_2, "/a")
+    root("proc/self/cgroup", "no group\n0::/a\n")
+    root("proc/self/mountinfo", "no mount\n24 30 0:21 / /x rw - cgroup2\n" + VERSION_2[1].format(top="/"))
+    root("sys/fs/cgroup/a/cpu.max", cpu)
+    root("sys/fs/cgroup/a/memory.max", str(600 * MIB))
+    root("sys/fs/cgroup/a/memory.current", "max")
+    root("sys/fs/cgroup/a/memory.stat", f"inactive_file {500 * MIB}\n")
+    assert machine.usable_threads()[0] in (1, 8) and machine.usable_memory()[0] == int(600 * MIB * 0.9)
+
+
+def test_a_quota_without_a_period_has_the_default_one_and_mounts_may_have_blanks(root):
+    root("proc/self/cgroup", "0::/\n")
+    root("proc/self/mountinfo", "30 24 0:26 / /sys/my\\040group rw - cgroup2 cgroup2 rw\n")
+    root("sys/my group/cpu.max", "250000\n")
+    assert machine.usable_threads()[0] == 2

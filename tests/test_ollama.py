@@ -17,7 +17,9 @@ def test_a_body_without_a_prompt_loads_the_model(server):
     assert server.post("/api/generate", model="tiny", prompt="", keep_alive=0)["done_reason"] == "unload"
     answer = server.post("/api/chat", model="tiny", messages=[], keep_alive="5m")
     assert answer["done"] and answer["message"] == {"role": "assistant", "content": ""}
+    assert server.post("/api/chat", messages=None, keep_alive="0s")["done_reason"] == "unload"
     assert "no model" in server.post("/api/generate", 404, model="other")["error"]
+    assert "format" in server.post("/api/generate", 400, prompt=None, format="xml")["error"]
 
 
 @pytest.mark.parametrize("more", [{}, {"model": "tiny:latest"}, {"format": ""}, {"format": None}, {"keep_alive": "1h"}])
@@ -30,7 +32,7 @@ def test_models_are_listed_and_shown(server):
     (listed,), (loaded,) = (server.http.get(f"/api/{path}").json()["models"] for path in ("tags", "ps"))
     assert listed["name"] == loaded["name"] == "tiny" and listed["size"] > 0 and loaded["expires_at"]
     shown = server.post("/api/show", name="tiny:latest")
-    assert shown["capabilities"] == ["completion", "tools"] and shown["model_info"]["llama.context_length"] == 512
+    assert shown["capabilities"] == ["completion"] and shown["model_info"]["llama.context_length"] == 512
     assert server.http.head("/").status_code == 200 and server.http.get("/api/version").json()["version"]
 
 

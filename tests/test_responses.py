@@ -68,14 +68,15 @@ def test_calls_are_items_behind_the_text(monkeypatch):
         forced = running.post("/v1/responses", input="hi", tools=[WEATHER], tool_choice="required", seed=1)
         (item,) = forced["output"]
         assert item["name"] == "weather" and json.loads(item["arguments"])["city"] in ("Rome", "Bern")
-        text = 'Well. <tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+        text = 'Well. <tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call> More.'
         script(monkeypatch, {7: [*running.llm().tokenizer.encode(text), 2]})
         with openai.OpenAI(base_url=running.url + "/v1", api_key="none") as client:
             asked = {"model": "tiny", "input": "hi", "tools": [WEATHER], "extra_body": {"seed": 7}}
             events = list(client.responses.create(stream=True, **asked))
-            message, call = client.responses.create(**asked).output
+            message, call, more = client.responses.create(**asked).output
     assert message.content[0].text == "Well. " and json.loads(call.arguments) == {"city": "Rome"}
-    assert [item.type for item in events[-1].response.output] == ["message", "function_call"]
+    assert more.content[0].text.strip() == "More."
+    assert [item.type for item in events[-1].response.output] == ["message", "function_call", "message"]
     assert [e.delta for e in events if e.type == "response.function_call_arguments.delta"] == [call.arguments]
 
 
@@ -104,22 +105,12 @@ def test_scores_stand_beside_their_text(client):
     ("field", "value"),
     [
         *[("store", True), ("background", True), ("truncation", "auto"), ("previous_response_id", "resp_1")],
-        *[
-            ("reasoning", {"effort": "low"}),
-            ("tools", [{"type": "web_search"}]),
-            ("include", ["file_search_call.results"]),
-        ],
-        *[
-            ("input", [{"type": "item_reference", "id": "x"}]),
-            ("input", [{"role": "user", "content": [{"type": "input_image"}]}]),
-        ],
-        *[
-            ("text", {"verbosity": "low"}),
-            ("max_output_tokens", 0),
-            ("input", []),
-            ("tool_choice", "required"),
-            ("temperature", 9e9),
-        ],
+        *[("reasoning", {"effort": "low"}), ("tools", [{"type": "web_search"}]), ("include", ["file_search_call"])],
+        *[("text", {"verbosity": "low"}), ("text", {"format": {"type": "json_schema", "name": "x"}})],
+        *[("max_output_tokens", 0), ("tool_choice", "required"), ("temperature", 9e9)],
+        *[("input", []), ("input", [{"type": "item_reference", "id": "x"}])],
+        *[("input", [{"role": "user", "content": "x", "images": ["a"]}])],
+        *[("input", [{"role": "user", "content": [{"type": "input_image", "text": "hi"}]}])],
     ],
 )
 def test_what_a_response_cannot_have_is_refused_by_name(server, field, value):
@@ -130,3 +121,26 @@ def test_what_a_response_cannot_have_is_refused_by_name(server, field, value):
 def test_unknown_fields_are_named(server):
     answer = server.http.post("/v1/responses", json={"input": "hi", "max_output_tokens": 1, "shoe_size": 3})
     assert answer.headers["X-Ignored-Fields"] == "shoe_size"
+
+
+def test_half_a_character_is_refused_in_every_text(server):
+    for field in (b"user", b"instructions", b"cache_salt"):
+        path = "/v1/completions" if field == b"cache_salt" else "/v1/responses"
+        body = b'{"input": "hi", "prompt": "hi", "%s": "\\ud800"}' % field
+        answer = server.http.post(path, content=body)
+        assert answer.status_code == 400 and field.decode() in answer.json()["error"]["message"]
+
+
+def test_nulls_ask_for_nothing(server):
+    item = {"type": None, "role": "user", "content": None}
+    body = {"reasoning": {"effort": None, "summary": None}, "store": None, "text": None, "max_output_tokens": 1}
+    assert server.post("/v1/responses", input=[item], **body)["status"] == "incomplete"
+
+
+def test_a_schema_beside_json_object_is_obeyed(server):
+    schema = {"properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+    text = {"format": {"type": "json_object", "schema": {"type": "object"} | schema}}
+    answer = server.post("/v1/responses", input="hi", text=text, seed=1)
+    assert json.loads(answer["output"][0]["content"][0]["text"]) == {"a": 1}
+    error = server.post("/v1/responses", 400, input="hi", text={"format": {"type": "text", "schema": schema}})["error"]
+    assert "only beside json_object" in error["message"]

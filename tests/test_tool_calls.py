@@ -127,3 +127,19 @@ def test_parameters_nested_beyond_all_bounds_are_refused():
         deep = {"items": deep}
     with pytest.raises(GrammarError, match="too deeply"):
         forced_schema([{"function": {"name": "f", "parameters": deep}}])
+
+
+@pytest.mark.parametrize("parameters", [{"type": "object", "x-foo": 1}, {"$defs": {}}, {"type": ["object", "null"]}])
+def test_a_tool_that_declares_nothing_takes_nothing(parameters):
+    arguments = forced_schema([{"function": {"name": "f", "parameters": parameters}}])["anyOf"][0]["properties"]
+    assert arguments["arguments"] == parameters | {
+        "type": "object", "properties": {}, "additionalProperties": False
+    }  # fmt: skip
+    with pytest.raises(GrammarError, match="tool 'f' are no object but 'string'"):
+        forced_schema([{"function": {"name": "f", "parameters": {"type": "string"}}}])
+
+
+def test_numbers_that_are_no_json_make_no_call():
+    for number in ("1e999", "-1e999", "NaN"):
+        text = call("f", f'{{"x": {number}}}')
+        assert parse(ToolParser(MARKED, TOOLS), [text]) == (text, [])
