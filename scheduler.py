@@ -213,7 +213,8 @@ class Scheduler:
         seq.max_tokens = min(most, room)
         slots = seq.num_prompt + max(1, seq.max_tokens) - 1  # the last token is never computed
         if seq.width > self.max_num_seqs:
-            raise RequestTooLong(f"{seq.width} beams run side by side, max_num_seqs={self.max_num_seqs}: raise it")
+            limit = f"max_num_seqs={self.max_num_seqs}: lower the one or raise the other"
+            raise RequestTooLong(f"beam_width={seq.width} sequences run side by side, more than {limit}")
         if seq.width * blocks_needed(slots, self.block_size) > self.pool.total:
             beams = f" for each of {seq.width} beams" if seq.width > 1 else ""
             raise RequestTooLong(
