@@ -262,9 +262,8 @@ def subsets(nfa: Nfa, start: int) -> Dfa:
     cuts = sorted({0, 256} | {e for edges in nfa.edges for low, high, _ in edges for e in (low, high + 1)})
     column = {cut: i for i, cut in enumerate(cuts)}
     edges = [[(column[low], column[high + 1], target) for low, high, target in state] for state in nfa.edges]
-    members: list[frozenset[int]] = [
-        frozenset()
-    ]  # DFA state -> those of its NFA states that read a byte or are the end
+    # DFA state -> those of its NFA states that read a byte or are the end
+    members: list[frozenset[int]] = [frozenset()]
     by_members: dict[frozenset, int] = {members[0]: DEAD}
     by_targets: dict[tuple, int] = {}  # the same by what edges lead to
     work = 0

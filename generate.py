@@ -111,15 +111,15 @@ class EngineConfig:
                 raise ValueError(f"{f.name}={value!r} is not known; choose one of {', '.join(one_of)}")
             if value is not None and value < f.metadata.get("least", value):
                 raise ValueError(f"{f.name}={value}: must be at least {f.metadata['least']}")
-        blocks, memory, cache, drafts = self.num_blocks, self.kv_memory, self.prefix_cache, self.speculate or ""
-        if blocks is not None and memory is not None:
-            raise ValueError(f"num_blocks={blocks} and kv_memory={memory} both size the pool: give one of them")
-        if self.reserve == "contiguous" and cache != "none":
-            raise ValueError(f'reserve="contiguous" shares no blocks: prefix_cache must be "none", not {cache!r}')
-        if self.draft_quant is not None and not drafts.startswith("draft:"):
-            raise ValueError(
-                f"draft_quant={self.draft_quant!r} needs speculate='draft:<model>', not {self.speculate!r}"
-            )
+        if self.num_blocks is not None and self.kv_memory is not None:
+            both = f"num_blocks={self.num_blocks} and kv_memory={self.kv_memory}"
+            raise ValueError(f"{both} both size the pool: give one of them")
+        if self.reserve == "contiguous" and self.prefix_cache != "none":
+            cache = f'prefix_cache must be "none", not {self.prefix_cache!r}'
+            raise ValueError(f'reserve="contiguous" shares no blocks: {cache}')
+        if self.draft_quant is not None and not (self.speculate or "").startswith("draft:"):
+            setting = f"draft_quant={self.draft_quant!r}"
+            raise ValueError(f"{setting} needs speculate='draft:<model>', not {self.speculate!r}")
 
 
 class LLM:
@@ -128,9 +128,9 @@ class LLM:
     def __init__(self, model: str = "smollm2", **options):
         self.options = EngineConfig(model, **options)
         self.device = choose_device(self.options.device)
-        threads, reason = usable_threads()
-        if self.options.threads is not None:
-            threads, reason = self.options.threads, "as was asked for"
+        threads, reason = self.options.threads, "as was asked for"
+        if threads is None:
+            threads, reason = usable_threads()
         kernels.set_threads(threads)
         on_gpu = self.options.kernels == "native" and self.device.type == "cuda"
         kernels.set_backend("triton" if on_gpu else self.options.kernels)

@@ -143,7 +143,10 @@ class TokenAutomaton:
     def allowed(self, state: int) -> np.ndarray:
         """bool [V]: the tokens that leave the automaton in a state from which the vocabulary can still finish."""
         size = len(self.trie.vocab)
-        make = lambda: (np.packbits(self.can_finish[self._after_tokens(state)]), size // 8 + 256)  # noqa: E731
+
+        def make() -> tuple[np.ndarray, int]:
+            return np.packbits(self.can_finish[self._after_tokens(state)]), size // 8 + 256
+
         return np.unpackbits(self.cache.get((self.number, state), make), count=size).view(bool)
 
     def _after_tokens(self, state: int) -> np.ndarray:

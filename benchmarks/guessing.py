@@ -74,8 +74,8 @@ def speculation(lab: Lab) -> Result:
         cases = [(text, n, name) for n in lab.sizes.batches[:2] for name in ("off", *engines)]
         sides |= lab.alternate(side, {f"{text} x{n}, {name}": (text, n, name) for text, n, name in cases})
         for most in DRAFTS:
-            found = side((text, 1, "ngram"), Speculator(known["ngram"].proposer, most)).counted
-            series[text].append([most, round(share_right(found), 4), found["tokens a step"]])
+            counted = side((text, 1, "ngram"), Speculator(known["ngram"].proposer, most)).counted
+            series[text].append([most, round(share_right(counted), 4), counted["tokens a step"]])
 
     def gain(text: str, n: int, name: str) -> str:
         on, off = sides[f"{text} x{n}, {name}"], sides[f"{text} x{n}, off"]

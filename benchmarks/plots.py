@@ -156,10 +156,10 @@ def roofline(series: dict, figure) -> None:
         panel.plot([low, ceiling / bandwidth], [ceiling, ceiling], color=GREY, linewidth=0.8, linestyle=":")
         panel.text(low * 1.2, ceiling * 1.07, f"{name}: {ceiling:,.0f}", va="bottom", fontsize=8.5)
     panel.text(low * 1.2, low * 9 * bandwidth, f"memory: {bandwidth:.0f} GB/s", fontsize=8.5)
-    for name, found in series["configurations"].items():
+    for name, row in series["configurations"].items():
         colour, marker = LOOKS[name.partition("-")[0]]
         look = {"color": colour, "markerfacecolor": "none" if "-" in name else colour, "markersize": 5.5}
-        for batch, x, y in dots(found, series["prompt"]):
+        for batch, x, y in dots(row, series["prompt"]):
             panel.plot(x, y, marker, linestyle="none", **look)
             if name in ("float32", "int4"):
                 label(panel, batch, (x, y), (0, -7), fontsize=7.5, ha="center", va="top", color=colour)
@@ -170,14 +170,14 @@ def roofline(series: dict, figure) -> None:
     panel.set(ylabel="billion operations a second", ylim=(2, integer * 2.5))
 
 
-def dots(found: dict, prompt: int) -> list[tuple[str, float, float]]:
+def dots(row: dict, prompt: int) -> list[tuple[str, float, float]]:
     """(label, operations per byte, billion operations a second) of a configuration's batches and prompt."""
-    points, token = [], 2 * (found["layer_parameters"] + found["head_parameters"])  # operations
-    for batch, rate in found["decode_tok_s"].items():
-        read = found["step_bytes"] + int(batch) * found["kv_bytes"]
+    points, token = [], 2 * (row["layer_parameters"] + row["head_parameters"])  # operations
+    for batch, rate in row["decode_tok_s"].items():
+        read = row["step_bytes"] + int(batch) * row["kv_bytes"]
         points.append((f"×{batch}", token * int(batch) / read, token * rate / 1e9))
-    token = 2 * found["layer_parameters"]  # of a prompt only the last one passes the head
-    return [*points, ("prefill", token * prompt / found["step_bytes"], token * found["prefill_tok_s"] / 1e9)]
+    token = 2 * row["layer_parameters"]  # of a prompt only the last one passes the head
+    return [*points, ("prefill", token * prompt / row["step_bytes"], token * row["prefill_tok_s"] / 1e9)]
 
 
 PLACES = {  # of the names, beside dots that lie close together: points right, points up, alignment
@@ -188,12 +188,12 @@ PLACES = {  # of the names, beside dots that lie close together: points right, p
 
 def bits(series: dict, figure) -> None:
     quality, speed = figure.subplots(1, 2)
-    for name, found in series["configurations"].items():
+    for name, row in series["configurations"].items():
         colour, marker = LOOKS[name.partition("-")[0]]
         dx, dy, align = PLACES[name]
-        for panel, value in ((quality, found["perplexity"]), (speed, found["decode_tok_s"]["1"])):
-            panel.plot(found["bits"], value, marker, color=colour, markersize=6)
-            label(panel, name, (found["bits"], value), (dx, dy), fontsize=8, color=colour, ha=align, va="center")
+        for panel, value in ((quality, row["perplexity"]), (speed, row["decode_tok_s"]["1"])):
+            panel.plot(row["bits"], value, marker, color=colour, markersize=6)
+            label(panel, name, (row["bits"], value), (dx, dy), fontsize=8, color=colour, ha=align, va="center")
     for panel, title in ((quality, "perplexity (lower is better)"), (speed, "tok/s, one sequence")):
         panel.set(title=title, xscale="log", xlabel="bits a weight", xlim=(4.2, 40))
         panel.set_xticks([4.5, 6, 8, 16, 32], ["4.5", "6", "8", "16", "32"])
@@ -232,7 +232,7 @@ DRAWINGS = {"kv-memory": kv_memory, "batch-chart": batch_chart, "chunking": chun
 DRAWINGS |= {"radix-tree": radix_tree, "roofline": roofline, "bits": bits, "acceptance": acceptance, "load": load}
 
 
-def draw(name: str, found: dict, path: Path) -> None:
+def draw(name: str, result: dict, path: Path) -> None:
     """Draw one picture as SVG, described for those who do not see it."""
     import matplotlib
 
@@ -242,11 +242,11 @@ def draw(name: str, found: dict, path: Path) -> None:
     title, alt = PICTURES[name]["title"], PICTURES[name]["alt"]
     with pyplot.rc_context(STYLE):
         figure = pyplot.figure()
-        DRAWINGS[name](found["series"], figure)
+        DRAWINGS[name](result["series"], figure)
         figure.suptitle(title, x=0.01, ha="left", fontsize=11)
         figure.savefig(path, metadata=dict.fromkeys(("Date", "Creator")))
         pyplot.close(figure)
-    words = f"<title>{escape(title)}</title>\n <desc>{escape(alt)} {escape(found['measured'])}.</desc>\n"
+    words = f"<title>{escape(title)}</title>\n <desc>{escape(alt)} {escape(result['measured'])}.</desc>\n"
     head, tag, body = path.read_text(encoding="utf-8").partition("<svg ")
     opening, end, rest = body.partition(">")
     path.write_text(f'{head}{tag}role="img" {opening}{end}\n {words}{rest}', encoding="utf-8")
@@ -304,12 +304,12 @@ def run(args: argparse.Namespace, sizes: Sizes = FULL) -> dict[str, str]:
     data, sentences = read(file), {}
     for name in args.only:
         try:
-            found = data[PICTURES[name]["experiment"]]
-            draw(name, found, args.out / f"{name}.svg")
+            result = data[PICTURES[name]["experiment"]]
+            draw(name, result, args.out / f"{name}.svg")
         except (LookupError, TypeError, AttributeError, ValueError) as error:  # none, or those of another version
             cause = f"no data for the picture {name} ({type(error).__name__}: {error})"
             raise ValueError(f"{file} has {cause}: leave out --redraw") from error
-        sentences[name] = found["measured"]
+        sentences[name] = result["measured"]
     return sentences
 
 

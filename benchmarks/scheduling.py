@@ -73,7 +73,7 @@ def kv_memory(lab: Lab, bars: int = 24) -> Result:
         f"takes {slab['steps'] / pages['steps']:.1f}x fewer steps with pages",
         f"blocks of one token waste nothing: {slab['steps'] / ideal['steps']:.1f}x fewer steps",
         sides,
-        {name: found[:: -(-len(found) // bars)] for name, found in series.items()},
+        {name: values[:: -(-len(values) // bars)] for name, values in series.items()},
     )
 
 
@@ -322,8 +322,9 @@ def radix_tree(lab: Lab, size: int = 8) -> Result:
 
     (root,) = scheduler.cache.snapshot(max_tokens=1000)
     asked, computed = sum(map(len, requests)), scheduler.work["tokens computed"]
-    found = f"{asked} prompt tokens were asked for, {computed} of them computed: {1 - computed / asked:.0%} were cached"
-    return Result(found, series=picture(root, []))
+    share = f"{1 - computed / asked:.0%} were cached"
+    measured = f"{asked} prompt tokens were asked for, {computed} of them computed: {share}"
+    return Result(measured, series=picture(root, []))
 
 
 EXPERIMENTS = {

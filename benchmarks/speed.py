@@ -47,18 +47,18 @@ def quantisation(lab: Lab) -> Result:
     series = {"prompt": PROMPT, "ceilings": ceilings(), "configurations": weighed}
 
     def side(name: str) -> Run:
-        llm, found = lab.use(engines[name]), weighed[name]
-        if "perplexity" not in found:  # nothing in it is left to chance
+        llm, row = lab.use(engines[name]), weighed[name]
+        if "perplexity" not in row:  # nothing in it is left to chance
             ids = llm.tokenizer.encode(text)[: min(lab.sizes.text, llm.max_model_len - 1)]
-            found["perplexity"] = round(quality.perplexity(llm, ids), 3)
+            row["perplexity"] = round(quality.perplexity(llm, ids), 3)
         clock = {f"tok/s x{n}": decode(llm, n, lab.sizes.decoded)[0] for n in lab.sizes.batches}
-        counted = {"MB a step": float(f"{llm.model.step_bytes / 1e6:.4g}"), "perplexity": found["perplexity"]}
+        counted = {"MB a step": float(f"{llm.model.step_bytes / 1e6:.4g}"), "perplexity": row["perplexity"]}
         return Run(counted, clock | {"prompt tok/s": prefill_rate(llm, PROMPT, lab.seed)})
 
     sides = lab.alternate(side, list(engines))
-    for name, found in weighed.items():
-        found["prefill_tok_s"] = middle(sides[name], "prompt tok/s")
-        found["decode_tok_s"] = {str(n): middle(sides[name], f"tok/s x{n}") for n in lab.sizes.batches}
+    for name, row in weighed.items():
+        row["prefill_tok_s"] = middle(sides[name], "prompt tok/s")
+        row["decode_tok_s"] = {str(n): middle(sides[name], f"tok/s x{n}") for n in lab.sizes.batches}
     dense, int8, int4 = (sides[name] for name in ("float32", "int8", "int4"))
     rates = " -> ".join(f"{middle(sides[name], 'tok/s x1'):.1f} ({name})" for name in sides)
     rise = [x["counted"]["perplexity"] / dense["counted"]["perplexity"] - 1 for x in (int8, int4)]

@@ -154,10 +154,8 @@ class Server(uvicorn.Server):
             self.announce(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
     async def shutdown(self, sockets=None) -> None:
-        engine, reason = (
-            self.app.state.engine,
-            f"the server is shutting down and the answer took longer than {self.drain} s",
-        )
+        engine = self.app.state.engine
+        reason = f"the server is shutting down and the answer took longer than {self.drain} s"
         engine.draining = self.app.state.live.closing = True
         deadline = asyncio.get_running_loop().call_later(self.drain, engine.abort_all, reason)
         try:

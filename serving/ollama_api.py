@@ -31,7 +31,7 @@ from request import Delta
 from sampling import SamplingParams
 from serving.engine_thread import Job, Served
 from serving.guard import ApiError, error_body
-from serving.openai_schema import UNSUPPORTED, Body, asked, sampling_fields
+from serving.openai_schema import NO_EMBEDDINGS, UNSUPPORTED, Body, asked, sampling_fields
 from serving.service import Service
 
 FOREVER = "9999-12-31T23:59:59Z"
@@ -41,7 +41,7 @@ ELSEWHERE = "n best_of beam_width logprobs prompt_logprobs json_schema max_token
 
 
 REFUSED = {
-    **dict.fromkeys(("embed", "embeddings"), "this server has language models only; no embeddings"),
+    **dict.fromkeys(("embed", "embeddings"), NO_EMBEDDINGS),
     **dict.fromkeys("pull create copy delete push".split(), "models are chosen as the server starts, with --model"),
 }
 

@@ -29,7 +29,7 @@ from sampling import SamplingParams
 from serving.engine_thread import Job, Served
 from serving.guard import ApiError, error_body, sse
 from serving.logprobs import ShownTokens, chat_logprobs, completion_logprobs, prompt_offsets
-from serving.openai_schema import ChatBody, CompletionBody, DetokenizeBody, SamplingBody, TokenizeBody
+from serving.openai_schema import NO_EMBEDDINGS, ChatBody, CompletionBody, DetokenizeBody, SamplingBody, TokenizeBody
 from serving.service import Service
 from serving.tools import FORCED, ToolParser, find_layout, forced_schema
 
@@ -209,7 +209,7 @@ def openai_routes(service: Service) -> APIRouter:
     @router.post("/v1/embeddings", response_model=None)
     async def embeddings() -> Response:
         """Refused: the models served here are no embedding models."""
-        raise ApiError(400, "this server has language models only; no embeddings", None, "unsupported")
+        raise ApiError(400, NO_EMBEDDINGS, None, "unsupported")
 
     @router.get("/v1/models", response_model=None)
     async def models() -> dict:

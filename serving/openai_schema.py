@@ -41,6 +41,7 @@ UNSUPPORTED: dict[str, tuple] = {
     "prediction": (),
     "web_search_options": (),
 }
+NO_EMBEDDINGS = "this server has language models only; no embeddings"
 INSTEAD = dict.fromkeys(STRUCTURE, "ask with response_format, regex, choice or grammar") | {
     "tools": "/v1/chat/completions has them",
     "images": "this server reads text only",
@@ -82,7 +83,7 @@ class Body(BaseModel):
                 raise ApiError(400, f"{name} holds more than {most:,} characters and values, the limit", name)
             if isinstance(value, str) and SURROGATE.search(value):
                 raise ApiError(400, f"{name} holds half a character (a lone surrogate): send whole ones", name)
-        return {name: whole(value) for name, value in data.items()}
+        return {name: as_integers(value) for name, value in data.items()}
 
     def headers(self) -> dict[str, str]:
         """X-Ignored-Fields, if there are any. Raises ApiError for a known field that cannot be honoured."""
@@ -109,10 +110,10 @@ class Body(BaseModel):
                     yield from (f"{name}.{field}" for field in inner._ignored())
 
 
-def whole(value: Any) -> Any:
+def as_integers(value: Any) -> Any:
     """16 for 16.0, in a list of numbers too."""
     if isinstance(value, list) and value and isinstance(value[0], float):
-        return list(map(whole, value))
+        return list(map(as_integers, value))
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -57,9 +57,8 @@ class Service:
         models = self.engine.models
         if name is None and len(models) == 1:
             return next(iter(models.values()))
-        for known in (name, (name or "").removesuffix(":latest")):  # Ollama's clients add it
-            if known in models:
-                return models[known]
+        if served := models.get(name) or models.get((name or "").removesuffix(":latest")):  # Ollama's clients add it
+            return served
         known = ", ".join(repr(known) for known in models)
         if name is None:
             raise ApiError(400, f"'model' is missing, and this server has several: {known}", "model")
@@ -183,10 +182,9 @@ class Service:
             if user is not None:
                 told["user"] = ascii(user[:64])
             if self.log_prompts:
-                decode = job.served.llm.tokenizer.decode
-                prompt = (
-                    decode(request.prompt_ids, skip_special_tokens=False) if request.prompt is None else request.prompt
-                )
+                prompt = request.prompt
+                if prompt is None:
+                    prompt = job.served.llm.tokenizer.decode(request.prompt_ids, skip_special_tokens=False)
                 told |= {"prompt_text": repr(prompt), "answers": repr([answer.text for answer in request.answers])}
             log.info("%s %s", path, " ".join(f"{key}={value}" for key, value in told.items()))
 

@@ -24,7 +24,8 @@ from sampling import SamplingParams
 
 def figures(llm, request: Request) -> dict:
     """What --json prints about one finished request; the closing line is made of the same numbers."""
-    result, config, bandwidth = request.output(), llm.config, read_bandwidth(llm.device)
+    config, bandwidth = llm.config, read_bandwidth(llm.device)
+    result, speculator = request.output(), llm.engine.speculator
     answer, prompt_tokens = result.outputs[0], len(request.prompt_ids)
     generated = len(answer.token_ids)
     ttft = (request.first_token or request.finished_at) - request.arrival
@@ -50,9 +51,8 @@ def figures(llm, request: Request) -> dict:
     }
     if len(result.outputs) > 1 or answer.logprobs is not None:
         numbers["outputs"] = answers_of(result)
-    return (
-        numbers | prompt_scores(result) | (llm.engine.speculator.stats() if llm.engine.speculator is not None else {})
-    )
+    guesses = speculator.stats() if speculator is not None else {}
+    return numbers | prompt_scores(result) | guesses
 
 
 def answers_of(result: RequestOutput) -> list[dict]:
