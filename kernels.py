@@ -73,8 +73,7 @@ def rope_write_kv(
     qkv [T, (num_heads + 2 * kv_heads) * head_dim]; positions int64 [T]; cos_sin float32 [max_pos, head_dim], the
     cosines in the first half of a row and the sines in the second (component i is paired with i + head_dim/2);
     caches [num_blocks, kv_heads, block_size, head_dim]; slot_mapping int64 [T], a negative slot is not written.
-    With `q_norm`, `k_norm` [head_dim] every head is RMS-normalised before it is rotated (Qwen3).
-    """
+    With `q_norm`, `k_norm` [head_dim] every head is RMS-normalised before it is rotated (Qwen3)."""
     _, kv_heads, block_size, head_dim = k_cache.shape
     heads = qkv.view(qkv.shape[0], num_heads + 2 * kv_heads, head_dim)
     q, k, v = heads.split((num_heads, kv_heads, kv_heads), dim=1)  # [T, heads, head_dim] each
@@ -102,8 +101,7 @@ def paged_attention(
     Caches [num_blocks, kv_heads, block_size, head_dim]; block_tables int32 [S, max_blocks]; query_start int32 [S + 1]:
     sequence s owns rows query_start[s]:query_start[s + 1], the last tokens of its context_lens[s] (int32 [S]). A query
     at position p sees keys p - window < j <= p (all if window is 0). With `softcap` > 0 (Gemma 2) a score s becomes
-    softcap * tanh(s / softcap). Rows that belong to no sequence are padding and come back as zeros.
-    """
+    softcap * tanh(s / softcap). Rows that belong to no sequence are padding and come back as zeros."""
     out = torch.zeros_like(q)
     _, kv_heads, block_size, _ = k_cache.shape
     starts = query_start.tolist()

@@ -117,10 +117,8 @@ class BlockTables:
         return self.cache.match(seq.tokens, seq.namespace, limit)
 
     def start(self, seq, match, n_tokens: int, reserve: int = 0) -> bool:
-        """Blocks for the first n_tokens of a sequence, the matched ones first.
-
-        False, with nothing taken, unless there is room for all its known tokens and `reserve` blocks more.
-        """
+        """Blocks for the first n_tokens of a sequence, the matched ones first; False, with nothing taken, unless there
+        is room for all its known tokens and `reserve` blocks more."""
         self.cache.lock(match.handle)  # before it counts: what it stands on cannot be evicted for the rest
         if blocks_needed(len(seq.tokens), self.block_size) - len(match.blocks) + reserve > self.available:
             self.cache.unlock(match.handle)

@@ -137,17 +137,13 @@ class Attention(nn.Module):
         self.q_norm = weights.norm("self_attn.q_norm") if config.qk_norm else None  # [head_dim]
         self.k_norm = weights.norm("self_attn.k_norm") if config.qk_norm else None
 
-    def forward(
-        self, x, norm, residual,
-        positions, cos_sin, k_cache, v_cache, slot_mapping, block_tables, query_start, context_lens,
-    ):  # fmt: skip
+    def forward(self, x, norm, residual, positions, cos_sin, k_cache, v_cache, slot_mapping, *sequences):
+        """`sequences`: block_tables, query_start and context_lens, as Batch has them."""
         qkv = self.qkv(x, norm_weight=norm, eps=self.eps)  # [T, (heads + 2 kv_heads) * head_dim]
         q = ops.rope_write_kv(
             qkv, positions, cos_sin, k_cache, v_cache, slot_mapping, self.num_heads, self.q_norm, self.k_norm, self.eps
         )  # [T, heads, head_dim]
-        attended = ops.paged_attention(
-            q, k_cache, v_cache, block_tables, query_start, context_lens, self.scale, self.window
-        )
+        attended = ops.paged_attention(q, k_cache, v_cache, *sequences, self.scale, self.window)
         return self.o(attended.flatten(1), residual=residual)
 
 

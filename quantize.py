@@ -283,10 +283,7 @@ class Linear(nn.Module):
         self.register_buffer("bias", bias)  # [N]
 
     def forward(self, x: Tensor, norm_weight=None, eps=0.0, residual=None, silu_gate=False) -> Tensor:
-        """x [T, K] -> [T, N] or, with `silu_gate`, [T, N / 2].
-
-        In this order: RMS norm of x, product, bias, silu(first half) * second half, + residual.
-        """
+        """RMS norm of x [T, K], product, bias, silu(first half) * second half, + residual: [T, N], or [T, N / 2]."""
         if norm_weight is not None:
             x = torch.ops.vitrine.rms_norm(x, norm_weight, eps)
         y = self.product(x)

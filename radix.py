@@ -104,9 +104,8 @@ class RadixCache:
 
     # ---- keeping
 
-    def lock(self, handle: Node, above: Node | None = None) -> None:
-        """Protect the path from the handle up to `above`, or with the root, from eviction: one lock per sequence."""
-        node = handle
+    def lock(self, node: Node, above: Node | None = None) -> None:
+        """Protect the path from the node up to `above`, or with the root, from eviction: one lock per sequence."""
         while node is not above:
             if node.parent is None:
                 self.roots[node.key] = node
@@ -115,9 +114,8 @@ class RadixCache:
             node.locks += 1
             node = node.parent
 
-    def unlock(self, handle: Node, above: Node | None = None) -> None:
+    def unlock(self, node: Node, above: Node | None = None) -> None:
         """Take the caller's locks from the path away again."""
-        node = handle
         while node is not above:
             assert node.locks, "unlocked more often than locked"
             node.locks -= 1

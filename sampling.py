@@ -146,9 +146,7 @@ class SamplerState:
 
     def uniform(self, stream: int = 0) -> float:
         """A number in [0, 1), 53 bits of it: a hash of (seed, answer, position, stream), so nothing is ever rewound.
-
-        Stream 0 draws the next token; speculation's guesses and verdicts, independent of it, take other ones.
-        """
+        Stream 0 draws the next token; speculation's guesses and verdicts, independent of it, take other ones."""
         counter = struct.pack("<Qqqq", self.seed % 2**64, self.index, self.n_output, stream)
         return (int.from_bytes(hashlib.blake2b(counter, digest_size=8).digest(), "little") >> 11) * 2.0**-53
 
@@ -301,11 +299,9 @@ def probabilities(row: Tensor, state: SamplerState, mask: Tensor | None = None) 
 
 def argmax(logits: Tensor, rows: Sequence[int]) -> tuple[list[float], list[int]]:
     """Largest value and its lowest id, of each of the rows of [R, V]; a row with a NaN has NaN."""
-    ids = []
     if logits.device.type == "cpu":  # numpy's argmax is vectorised, and no row is copied
-        for row in rows:
-            ids.append(int(logits.numpy()[row].argmax()))
-    elif rows:  # in two stages, so that all threads of a GPU work: the first best block, its first best token
+        ids = [int(logits.numpy()[row].argmax()) for row in rows]
+    else:  # in two stages, so that all threads of a GPU work: the first best block, its first best token
         blocks = logits[rows].unflatten(1, (-1, math.gcd(logits.shape[1], 256)))  # [rows, vocab / block, block]
         block = blocks.amax(-1).argmax(-1, keepdim=True)  # [rows, 1]; amax and argmax carry NaN along
         inside = blocks.take_along_dim(block[..., None], 1).argmax(-1)  # [rows, 1]
@@ -358,9 +354,7 @@ def prompt_logprobs(logits: Tensor, targets: Sequence[int], k: int) -> list[Samp
 
 def sample(logits: Tensor, states: Sequence[SamplerState], masks=None, rows=None) -> list[Sampled | ValueError]:
     """The next token of each state from its row of raw logits [R, V], or the ValueError of a row that gives none.
-
-    masks: for each state what `constrain` takes; rows: which row is whose, each in turn if not given.
-    """
+    masks: for each state what `constrain` takes; rows: which row is whose, each in turn if not given."""
     raw = logits.float().contiguous()
     masks = [None] * len(states) if masks is None else masks
     rows = range(len(raw)) if rows is None else rows
@@ -384,11 +378,9 @@ def sample(logits: Tensor, states: Sequence[SamplerState], masks=None, rows=None
 
 
 def choose(table: Tensor, rows: dict[int, int], states: Sequence[SamplerState]) -> dict[int, tuple[float, int]]:
-    """{i: (largest logit, next token)} of state i from row rows[i] of the table of constrained logits [R, V].
-
-    Each row is drawn on its own, so that no sum sees the batch: by the native kernel if it knows all its filters. The
-    kernel's e^x has another last bit, so a u within a millionth of a border may give the token beside it.
-    """
+    """{i: (largest logit, next token)} of state i from row rows[i] of the table of constrained logits [R, V]. Each row
+    is drawn on its own, so that no sum sees the batch: by the native kernel if it knows all its filters. The kernel's
+    e^x has another last bit, so a u within a millionth of a border may give the token beside it."""
     chosen = dict(zip(rows, zip(*argmax(table, list(rows.values())), strict=True), strict=True))
     native = kernels.backend() == "native" and table.device.type == "cpu"
     drawings = {}  # i: what the kernel needs to know

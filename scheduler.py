@@ -306,8 +306,8 @@ class Scheduler:
         return step
 
     def _decode(self, step: Step) -> list[Sequence]:
-        """Every running sequence that lacks only its last token and the draft behind it, the best first. Returns those
-        that lack more. A sequence that lacks none keeps its blocks and waits, as a beam does for the others."""
+        """Every running sequence that lacks but its last token and the draft behind it, best first. Returns those that
+        lack more; one that lacks none keeps its blocks and waits, as a beam does for the others."""
         size, refs, behind = self.block_size, self.pool.refs, []
         for seq in self.running[::-1]:  # a copy, since some of them may be preempted
             table, start = seq.block_table, seq.num_computed
