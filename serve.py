@@ -20,6 +20,7 @@ import argparse
 import gc
 import logging
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -45,7 +46,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 is everywhere (set a key)")
     key = os.environ.get("VITRINE_API_KEY") or None
-    group.add_argument("--api-key", default=key, metavar="KEY", help="or $VITRINE_API_KEY, which nobody else sees")
+    seen = "what clients must send; all users of this machine see it here, but not in $VITRINE_API_KEY"
+    group.add_argument("--api-key", default=key, metavar="KEY", help=seen)
     cors = "allow pages of this origin"
     group.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help=cors)
     group.add_argument("--log-prompts", action="store_true", help="write prompts and answers to the log")
@@ -80,9 +82,22 @@ def named_models(given: list[str]) -> dict[str, str]:
     return named
 
 
+def check_free(host: str, port: int) -> None:
+    """Raise ValueError if nobody can listen there: found out later, the model would have been loaded in vain."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        remedy = "choose another --host or --port (0 takes a free one)"
+        raise ValueError(f"the server cannot listen at {host} port {port} ({error.strerror}): {remedy}") from None
+
+
 @as_command
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
+    check_free(args.host, args.port)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     models = {}
@@ -93,6 +108,8 @@ def main(argv: list[str] | None = None) -> int:
     app = build_app(models, limits, args.max_queue, args.api_key, tuple(args.cors_origin), args.log_prompts, local)
     if not local and not args.api_key:
         warn(f"warning: {args.host} can be reached from outside, and there is no --api-key")
+    if "*" in args.cors_origin and not args.api_key:
+        warn("warning: --cors-origin '*' lets the pages of every site use this server, and there is no --api-key")
 
     def announce(address: str) -> None:
         warn(f"{address}/v1 serves {', '.join(models)}; the page is at {address}/")

@@ -40,24 +40,42 @@ def as_command(main: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
-        for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        for name, flags, mode in (
+            ("stdin", os.O_RDONLY, "r"),
+            ("stdout", os.O_RDONLY, "w"),
+            ("stderr", os.O_RDWR, "w"),
+        ):
             if getattr(sys, name) is None:  # closed: the next file would take its number, and C++ would write into it
-                setattr(sys, name, open(os.devnull, mode))
+                setattr(sys, name, open(os.open(os.devnull, flags), mode))  # to stdout, writing fails as it did
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="backslashreplace")  # an answer is not lost where é cannot be written
         try:
-            return main(argv)
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush would fail
-            return 1
+            code = main(argv)
+            sys.stdout.flush()
+            return code
         except (ValueError, OSError) as error:
-            warn(f"error: {error}")
-            return 2
+            return _ended_by(error)
         except KeyboardInterrupt:
             warn("\ninterrupted")
             return 130
 
     return run
+
+
+def _ended_by(error: Exception) -> int:
+    """Say why a command ends, unless its reader has left; its exit code."""
+    try:
+        sys.stdout.flush()
+    except OSError as lost:
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # or the interpreter's last flush would fail, too
+        reason = f"stdout cannot be written ({lost.strerror}), and the answer is lost: send it elsewhere"
+        error = lost if isinstance(lost, BrokenPipeError) else ValueError(reason)
+    if isinstance(error, BrokenPipeError):
+        return 1
+    warn(f"error: {error}")
+    return 2
 
 
 def flag(name: str) -> str:

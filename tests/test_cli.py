@@ -257,6 +257,24 @@ def test_a_missing_or_closed_stderr_ends_nothing(folder, tmp_path, stderr, flags
     assert "--json" not in flags or len(json.loads(done.stdout)["token_ids"]) <= 3
 
 
+@pytest.mark.parametrize("stdout", [">&-", ">/dev/full"])
+@pytest.mark.parametrize("command", ["generate.py --prompt a --json", "scheduler.py --simulate --requests 5 --json"])
+def test_an_answer_that_stdout_cannot_take_is_an_error(folder, stdout, command):
+    flags = f"--model {folder} {' '.join(FAST)} --max-tokens 3" if "generate" in command else ""
+    words = f"{sys.executable} {ROOT}/{command} {flags} {stdout}"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(words, shell=True, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and "error: stdout cannot be written" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
+@pytest.mark.parametrize("flag", ["--prompt", "--stop", "--model", "--prompts-file"])
+def test_words_that_are_no_utf8_are_refused_in_a_sentence(folder, flag, capsys):
+    half = os.fsdecode(b"caf\xe9")
+    assert call(folder, flag, half) == 2
+    assert "caf\\udce9" in capsys.readouterr().err.splitlines()[-1]
+
+
 @pytest.mark.parametrize("stderr", [CLOSED, LEFT])
 def test_a_server_without_stderr_serves(folder, stderr):
     with socket.socket() as free:

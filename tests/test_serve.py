@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import socket
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -367,3 +369,41 @@ def test_the_command_line():
     with pytest.raises(ValueError, match="--verify would change nothing here"):
         parse_arguments(["--verify", "rejection"])
     assert main(["--model", "no-such-model"]) == 2
+
+
+def test_an_address_that_is_taken_is_found_before_a_model_is_loaded(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["--model", "no-such-model", "--port", str(port)]) == 2
+    error = capsys.readouterr().err
+    assert f"127.0.0.1 port {port} (Address already in use): choose another" in error and "no-such-model" not in error
+    assert main(["--model", "no-such-model", "--host", "nowhere.invalid"]) == 2
+    assert "nowhere.invalid" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags, warned",
+    [
+        (["--cors-origin", "*"], ["--cors-origin '*'"]),
+        (["--host", "0.0.0.0", "--cors-origin", "*"], ["0.0.0.0", "--cors-origin '*'"]),
+        (["--cors-origin", "*", "--api-key", "k"], []),
+        (["--cors-origin", "http://page"], []),
+    ],
+)
+def test_a_server_that_strangers_may_use_without_a_key_warns_in_a_line_for_each_reason(
+    monkeypatch, capsys, flags, warned
+):
+    monkeypatch.setattr("serve.LLM", lambda **options: make_llm(options["model"]))
+    monkeypatch.setattr("serve.Server", lambda *args: SimpleNamespace(run=lambda: None, started=True))
+    assert main(["--model", str(folder()), "--port", "0", *flags]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
+    assert len(lines) == len(warned) and all(map(str.__contains__, lines, warned))
+
+
+def test_the_key_may_come_from_the_environment(monkeypatch, capsys):
+    monkeypatch.setenv("VITRINE_API_KEY", "hidden")
+    assert parse_arguments([]).api_key == "hidden" and parse_arguments(["--api-key", "shown"]).api_key == "shown"
+    with pytest.raises(SystemExit):
+        parse_arguments(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "all users of this machine see it here" in shown and "hidden" not in shown
