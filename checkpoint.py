@@ -30,13 +30,16 @@ from safetensors import SafetensorError, safe_open
 from formats import gguf
 from formats.config import CheckpointError, ModelConfig
 from formats.download import REGISTRY, fetch, hub_folder
-from formats.families import ARCHITECTURES, from_gguf, from_hf, gguf_name, tensor_shapes
+from formats.families import ARCHITECTURES, Architecture
 from formats.folder_files import PICKLE_REFUSAL, PICKLES, no_config, no_weights, read_header, read_json, some_of
+from formats.read_config import from_gguf, from_hf, gguf_name, llama_name, tensor_shapes
 
 __all__ = ["Checkpoint", "CheckpointError", "ModelConfig", "fetch", "open_checkpoint", "tensor_shapes"]
 
 # Computed from the config, or read from GGUF into it, and never loaded:
-LEFTOVER = re.compile(r"(^|\.)rotary_emb\.inv_freq$|attn_rot_embd\.weight$|^rope_freqs\.weight$")
+LEFTOVER = re.compile(
+    r"(^|\.)rotary_emb\.inv_freq$|attn_rot_embd\.weight$|^rope_freqs\.weight$|\.attn\.(masked_)?bias$"
+)
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "U8": "uint8", "I8": "int8"}
 
 
@@ -68,7 +71,7 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
 
 
 class Checkpoint:
-    """A checked, opened checkpoint. Tensors go by transformers' names, in transformers' row order, in either container.
+    """A checked, opened checkpoint. Tensors go by the names of a transformers Llama, in its order of rows, in any file.
 
     config, path (folder or file), generation_config (of a folder, else {}), gguf (the gguf.File, or None), quant (the
     scheme if quantize.py wrote the folder, or None). Tensors may be views of mapped files: read them, do not write.
@@ -99,6 +102,10 @@ class Checkpoint:
 
     def release(self, name: str) -> None:
         """Let the pages of a mapped tensor leave memory: for loaders that have just copied it."""
+
+    @property
+    def _family(self) -> Architecture:
+        return ARCHITECTURES[self.config.architecture]
 
     def _stored(self, name: str) -> str:
         """The name that the file itself has for a tensor."""
@@ -141,15 +148,17 @@ class FolderCheckpoint(Checkpoint):
         self.generation_config = read_json(path / "generation_config.json")
         self.config = from_hf(settings, self.generation_config, str(path / "config.json"))
         files, index = self._locate()
-        self._files: dict[str, Path] = {}
+        self._files: dict[str, tuple[Path, str]] = {}  # where a tensor is, and under which name
         shapes, dtypes = {}, {}
         for file in files:
             header, quant = read_header(file)
             self.quant = quant or self.quant
-            for name, (shape, dtype) in header.items():
-                if index is None or index.get(name) == file.name:
-                    self._files[name], shapes[name], dtypes[name] = file, shape, dtype
-        lost = [name for name in index or () if name not in shapes]
+            for stored, (shape, dtype) in header.items():
+                if index is None or index.get(stored) == file.name:
+                    name = llama_name(self.config, stored)
+                    self._files[name], dtypes[name] = (file, stored), dtype
+                    shapes[name] = shape[::-1] if self._transposed(name) else shape
+        lost = [name for name in index or () if llama_name(self.config, name) not in shapes]
         if lost:
             raise CheckpointError(f"{path}: the index assigns tensors to files that lack them: {some_of(lost)}.")
         self._settle_head(shapes)
@@ -177,6 +186,9 @@ class FolderCheckpoint(Checkpoint):
             raise CheckpointError(no_weights(self.path, files))
         return files, None
 
+    def _transposed(self, name: str) -> bool:
+        return name.endswith("_proj.weight") and self.quant is None and self._family.transposed
+
     def _settle_head(self, shapes: dict) -> None:
         """Tied by the config and yet a head in the files: equal values are one tensor, else the flag is wrong."""
         head, embedding = "lm_head.weight", "model.embed_tokens.weight"
@@ -201,11 +213,13 @@ class FolderCheckpoint(Checkpoint):
     def tensor(self, name: str) -> torch.Tensor:
         # One handle per tensor: the library maps the file, and pages once touched stay resident as long as a handle or
         # a tensor of it lives. This way a loader that copies and drops holds one tensor of the file at a time.
+        path, stored = self._files[name]
         try:
-            with safe_open(self._files[name], framework="pt") as file:
-                return file.get_tensor(name)
+            with safe_open(path, framework="pt") as file:
+                tensor = file.get_tensor(stored)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self._files[name]}: tensor {name!r} cannot be read: {error}.") from error
+            raise CheckpointError(f"{path}: tensor {stored!r} cannot be read: {error}.") from error
+        return tensor.t() if self._transposed(name) else tensor
 
 
 class GGUFCheckpoint(Checkpoint):
@@ -235,9 +249,9 @@ class GGUFCheckpoint(Checkpoint):
         if "rope_freqs.weight" not in self.gguf.tensors:
             return scaling
         factors = self.gguf.tensor("rope_freqs.weight").float().flatten()
-        if len(factors) != self.config.head_dim // 2 or not bool((factors.isfinite() & (factors > 0)).all()):
+        if len(factors) != self.config.rotary_dim // 2 or not bool((factors.isfinite() & (factors > 0)).all()):
             raise CheckpointError(
-                f"{self.path}: tensor 'rope_freqs.weight' must hold {self.config.head_dim // 2} positive numbers."
+                f"{self.path}: tensor 'rope_freqs.weight' must hold {self.config.rotary_dim // 2} positive numbers."
             )
         if bool((factors == 1).all()):
             return scaling
@@ -249,7 +263,7 @@ class GGUFCheckpoint(Checkpoint):
     def _row_order(self, name: str) -> torch.Tensor | None:
         """Which stored row comes where: of each head, first the even rows, then the odd ones. None: as stored."""
         heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads}.get(name.split(".")[-2])
-        if heads is None or not ARCHITECTURES[self.config.architecture].pairs_in_gguf:
+        if heads is None or not self._family.pairs_in_gguf:
             return None
         rows = torch.arange(self.shape(name)[0])
         return rows.view(heads, -1, 2).transpose(1, 2).flatten()  # [heads, d/2, 2] -> [heads, 2, d/2] -> [rows]

@@ -65,7 +65,7 @@ class CompiledRunner(ModelRunner):
         self.marked = set()  # kinds of step that have their graph; marking costs more than the call, so it is done once
 
     def compiled_layer(self, layer: torch.nn.Module, x: torch.Tensor, *inputs) -> torch.Tensor:
-        kind = (x.shape[0] == 1, layer.window)
+        kind = (x.shape[0] == 1, layer.window, inputs[1].shape[1])  # the last: how many components rotate
         if kind not in self.marked:
             self.marked.add(kind)
             mark_sizes(x, *inputs)
@@ -106,7 +106,7 @@ class CapturedRunner(ModelRunner):
 
     def __init__(self, inner: ModelRunner, buckets: Sequence[int], max_blocks: int, capture: Callable):
         super().__init__(inner.model, inner.kv)
-        self.inner, self.capture, self.device = inner, capture, inner.model.norm.device
+        self.inner, self.capture, self.device = inner, capture, inner.model.norm.weight.device
         self.buckets, self.max_blocks = sorted(buckets), max_blocks
         self.recorded: dict[int, tuple[Batch, torch.Tensor, torch.Tensor, Callable]] = {}
 

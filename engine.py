@@ -72,7 +72,7 @@ class Engine:
         self.observers: list[Callable[[Step], None]] = []  # are shown each step before it is computed
         if trace is not None:
             self.observers.append(lambda step: trace(step.describe()))
-        self.device = self.model.norm.device
+        self.device = self.model.norm.weight.device
         self.seeds = random.Random(seed)  # for requests that bring none
         self.ids = itertools.count()
         self.requests: dict[int, Request] = {}
@@ -202,7 +202,7 @@ class Engine:
             return
         try:
             self.kv.apply(step)
-            batch, computed = planned or lay_out(step, self.scheduler.block_size, self.model.norm.device)
+            batch, computed = planned or lay_out(step, self.scheduler.block_size, self.model.norm.weight.device)
             logits = self.runner.run(batch)
             self.scheduler.computed(step)
             for decide in self.deciders:

@@ -70,18 +70,19 @@ def rope_write_kv(
 ) -> Tensor:  # fmt: skip
     """Split the fused projection, rotate q and k, store k and v in their slots; returns q [T, num_heads, head_dim].
 
-    qkv [T, (num_heads + 2 * kv_heads) * head_dim]; positions int64 [T]; cos_sin float32 [max_pos, head_dim], the
-    cosines in the first half of a row and the sines in the second (component i is paired with i + head_dim/2);
-    caches [num_blocks, kv_heads, block_size, head_dim]; slot_mapping int64 [T], a negative slot is not written.
-    With `q_norm`, `k_norm` [head_dim] every head is RMS-normalised before it is rotated (Qwen3)."""
+    qkv [T, (num_heads + 2 * kv_heads) * head_dim]; positions int64 [T]; cos_sin float32 [max_pos, D], the cosines in
+    the first half of a row and the sines in the second: the first D <= head_dim components of a head rotate, i together
+    with i + D/2; caches [num_blocks, kv_heads, block_size, head_dim]; slot_mapping int64 [T], a negative slot is not
+    written. With `q_norm`, `k_norm` [head_dim] every head is RMS-normalised before it is rotated (Qwen3)."""
     _, kv_heads, block_size, head_dim = k_cache.shape
     heads = qkv.view(qkv.shape[0], num_heads + 2 * kv_heads, head_dim)
     q, k, v = heads.split((num_heads, kv_heads, kv_heads), dim=1)  # [T, heads, head_dim] each
     if q_norm is not None:
         q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
-    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # [T, 1, head_dim/2]
-    a, b = torch.cat((q, k), dim=1).float().chunk(2, dim=-1)  # [T, num_heads + kv_heads, head_dim/2]
-    rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    half = cos_sin.shape[1] // 2
+    cos, sin = cos_sin[positions].unsqueeze(1).tensor_split((half,), dim=-1)  # [T, 1, D/2]
+    a, b, rest = torch.cat((q, k), dim=1).float().tensor_split((half, 2 * half), dim=-1)  # [T, heads, D/2, D/2, others]
+    rotated = torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
     q, k = rotated.split((num_heads, kv_heads), dim=1)
     # No choosing of rows: how many there are would have to come back from a GPU, which a CUDA graph cannot wait for.
     written, slots = (slot_mapping >= 0)[:, None, None], slot_mapping.clamp(min=0)

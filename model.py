@@ -11,7 +11,7 @@ sequences (selective batching: Orca, Yu et al. 2022, section 4.2).
     x ─┬─ norm·qkv ── rope + cache write ── attention ── o ─(+)─┬─ norm·gate,up·silu ── down ─(+)─ x
        └─────────────────────────────────────────────────┘     └──────────────────────────────┘
 
-Fusing is an option of each call, so a family that puts something between leaves it out: see `Gemma3Layer`. What a
+Fusing is an option of each call, so a family that puts something between leaves it out: see `OpenLayer`. What a
 family's files say is in formats/families.py. Left out: encoders, mixtures of experts, latent attention, gradients.
 """
 
@@ -20,12 +20,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels  # noqa: F401  (registers the operations of torch.ops.vitrine)
+from formats.families import ARCHITECTURES
 from formats.layers import linear_from_checkpoint
 from quantize import parse_scheme
 
@@ -91,12 +93,12 @@ def inverse_frequencies(dim: int, base: float, scaling: dict | None) -> tuple[Te
 
 
 def rope_table(config, num_positions: int, layer: int = 0) -> Tensor:
-    """float32 [num_positions, head_dim]: cosines in the first half of a row, sines in the second.
+    """float32 [num_positions, rotary_dim]: cosines in the first half of a row, sines in the second.
 
     Angles are computed in float64 and the table stays float32 whatever the model's dtype: at position 8,000 a bfloat16
     angle would be off by whole turns.
     """
-    freqs, factor = inverse_frequencies(config.head_dim, *config.rope(layer))
+    freqs, factor = inverse_frequencies(*config.rope(layer))
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float64), freqs)
     return (torch.cat([angles.cos(), angles.sin()], dim=-1) * factor).float()
 
@@ -111,13 +113,32 @@ class LayerWeights:
     dtype: torch.dtype
 
     def linear(self, *names: str, bias: bool = False) -> nn.Module:
-        """One product: the rows of its weights under one another. x [T, K] -> [T, N]"""
-        stems = [f"model.layers.{self.index}.{name}" for name in names]
+        """One product: the rows of those weights that the family has, under one another. x [T, K] -> [T, N]"""
+        parts = ARCHITECTURES[self.ckpt.config.architecture].parts
+        stems = [f"model.layers.{self.index}.{name}" for name in names if name in parts]
         biases = [f"{stem}.bias" for stem in stems] if bias else None
         return linear_from_checkpoint(self.ckpt, [f"{stem}.weight" for stem in stems], self.scheme, self.dtype, biases)
 
-    def norm(self, name: str) -> nn.Parameter:
-        return load_norm(self.ckpt, f"model.layers.{self.index}.{name}.weight", self.dtype)
+    def norm(self, name: str) -> Norm:
+        return Norm(self.ckpt, f"model.layers.{self.index}.{name}", self.dtype)
+
+
+class Norm(nn.Module):
+    """RMS norm (arXiv:1910.07467), or with a bias layer norm (arXiv:1607.06450). x [..., H] -> the same."""
+
+    def __init__(self, ckpt, name: str, dtype: torch.dtype, scale: float = 1.0):
+        super().__init__()
+        self.eps = ckpt.config.rms_norm_eps
+        weight = (ckpt.tensor(f"{name}.weight").float() + ckpt.config.norm_offset) * scale
+        self.weight = nn.Parameter(weight.to(dtype), requires_grad=False)  # a copy: the checkpoint's pages can go
+        ckpt.release(f"{name}.weight")
+        bias = (ckpt.tensor(f"{name}.bias").float() * scale).to(dtype) if ckpt.config.norm_bias else None
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return ops.rms_norm(x, self.weight, self.eps)
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class Attention(nn.Module):
@@ -129,13 +150,12 @@ class Attention(nn.Module):
     def __init__(self, config, weights: LayerWeights):
         super().__init__()
         self.num_heads, self.eps = config.num_heads, config.rms_norm_eps
-        self.scale = config.attn_scale or config.head_dim**-0.5
+        self.scale, self.softcap = config.attn_scale or config.head_dim**-0.5, config.attn_softcap
         self.window = config.sliding_window[weights.index] or 0
-        qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        self.qkv = weights.linear(*qkv, bias=config.qkv_bias)
+        self.qkv = weights.linear(*(f"self_attn.{part}_proj" for part in ("qkv", "q", "k", "v")), bias=config.qkv_bias)
         self.o = weights.linear("self_attn.o_proj", bias=config.o_bias)
-        self.q_norm = weights.norm("self_attn.q_norm") if config.qk_norm else None  # [head_dim]
-        self.k_norm = weights.norm("self_attn.k_norm") if config.qk_norm else None
+        self.q_norm = weights.norm("self_attn.q_norm").weight if config.qk_norm else None  # [head_dim]
+        self.k_norm = weights.norm("self_attn.k_norm").weight if config.qk_norm else None
 
     def forward(self, x, norm, residual, positions, cos_sin, k_cache, v_cache, slot_mapping, *sequences):
         """`sequences`: block_tables, query_start and context_lens, as Batch has them."""
@@ -143,7 +163,7 @@ class Attention(nn.Module):
         q = ops.rope_write_kv(
             qkv, positions, cos_sin, k_cache, v_cache, slot_mapping, self.num_heads, self.q_norm, self.k_norm, self.eps
         )  # [T, heads, head_dim]
-        attended = ops.paged_attention(q, k_cache, v_cache, *sequences, self.scale, self.window)
+        attended = ops.paged_attention(q, k_cache, v_cache, *sequences, self.scale, self.window, self.softcap)
         return self.o(attended.flatten(1), residual=residual)
 
 
@@ -153,7 +173,7 @@ class MLP(nn.Module):
     def __init__(self, config, weights: LayerWeights):
         super().__init__()
         self.eps = config.rms_norm_eps
-        self.gate_up = weights.linear("mlp.gate_proj", "mlp.up_proj", bias=config.mlp_bias)
+        self.gate_up = weights.linear("mlp.gate_up_proj", "mlp.gate_proj", "mlp.up_proj", bias=config.mlp_bias)
         self.down = weights.linear("mlp.down_proj", bias=config.mlp_bias)
 
     def forward(self, x, norm, residual):
@@ -169,8 +189,8 @@ class DecoderLayer(nn.Module):
     def __init__(self, config, weights: LayerWeights):
         super().__init__()
         self.attention, self.mlp = Attention(config, weights), MLP(config, weights)
-        self.attn_norm = weights.norm("input_layernorm")
-        self.mlp_norm = weights.norm("post_attention_layernorm")
+        self.attn_norm = weights.norm("input_layernorm").weight
+        self.mlp_norm = weights.norm("post_attention_layernorm").weight
         self.window = self.attention.window
 
     def forward(self, x, *step):
@@ -179,30 +199,68 @@ class DecoderLayer(nn.Module):
 
 
 class GeluMLP(MLP):
+    """A GELU for the gate, or, in families without a gate, between two products."""
+
     def forward(self, x, norm, residual):
-        gate, up = self.gate_up(x, norm_weight=norm, eps=self.eps).chunk(2, dim=-1)  # [T, intermediate] each
-        return self.down(F.gelu(gate, approximate="tanh") * up, residual=residual)
+        h = self.gate_up(x, norm_weight=norm, eps=self.eps)  # [T, intermediate], twice if there is a gate
+        gate, *up = h.split(self.down.in_features, dim=-1)
+        h = F.gelu(gate, approximate="tanh")
+        return self.down(h * up[0] if up else h, residual=residual)
 
 
-class Gemma3Layer(nn.Module):
-    """Norms after attention and MLP as well as before, and a GELU gate (arXiv:2503.19786, section 2)."""
+class NormedQKV(nn.Module):
+    """q and k are normalised over all their heads together (OLMo 2, arXiv:2501.00656, section 2)."""
+
+    def __init__(self, config, weights: LayerWeights, product: nn.Module):
+        super().__init__()
+        self.product = product
+        self.q_norm, self.k_norm = weights.norm("self_attn.q_norm"), weights.norm("self_attn.k_norm")
+        self.widths = [
+            heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        ]
+
+    def forward(self, x, norm_weight, eps):
+        q, k, v = self.product(x, norm_weight, eps).split(self.widths, dim=-1)  # [T, heads * head_dim] each
+        return torch.cat([self.q_norm(q), self.k_norm(k), v], dim=-1)
+
+
+class WideNormAttention(Attention):
+    def __init__(self, config, weights: LayerWeights):
+        super().__init__(config, weights)
+        self.qkv = NormedQKV(config, weights, self.qkv)
+
+
+BEFORE = ("input_layernorm", None, "post_attention_layernorm", None)
+AFTER = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+BOTH = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+
+class OpenLayer(nn.Module):
+    """A layer that is not fused: norms before and after attention and MLP, what is added to x scaled.
+
+    Norms on both sides: Gemma 2 (arXiv:2408.00118, section 2) and 3; after only: OLMo 2; layer norms: GPT-2."""
 
     native_only = False
 
-    def __init__(self, config, weights: LayerWeights):
+    def __init__(self, config, weights: LayerWeights, norms=BEFORE, mlp=MLP, attention=Attention):
         super().__init__()
-        self.attention, self.mlp = Attention(config, weights), GeluMLP(config, weights)
-        self.attn_norm, self.attn_post_norm = map(weights.norm, ("input_layernorm", "post_attention_layernorm"))
-        self.mlp_norm = weights.norm("pre_feedforward_layernorm")
-        self.mlp_post_norm = weights.norm("post_feedforward_layernorm")
-        self.window, self.eps = self.attention.window, config.rms_norm_eps
+        self.attention, self.mlp = attention(config, weights), mlp(config, weights)
+        self.norms = nn.ModuleList(weights.norm(name) if name else nn.Identity() for name in norms)
+        self.window, self.scale = self.attention.window, config.residual_scale
 
     def forward(self, x, *step):
-        x = x + ops.rms_norm(self.attention(x, self.attn_norm, None, *step), self.attn_post_norm, self.eps)
-        return x + ops.rms_norm(self.mlp(x, self.mlp_norm, None), self.mlp_post_norm, self.eps)
+        attn_norm, attn_post_norm, mlp_norm, mlp_post_norm = self.norms
+        x = x + attn_post_norm(self.attention(attn_norm(x), None, None, *step)) * self.scale
+        return x + mlp_post_norm(self.mlp(mlp_norm(x), None, None)) * self.scale
 
 
-LAYERS = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), DecoderLayer) | {"gemma3": Gemma3Layer}
+LAYERS = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3"), DecoderLayer),
+    **dict.fromkeys(("gemma2", "gemma3"), partial(OpenLayer, norms=BOTH, mlp=GeluMLP)),
+    "olmo2": partial(OpenLayer, norms=AFTER, attention=WideNormAttention),
+    **dict.fromkeys(("granite", "stablelm"), OpenLayer),
+    **dict.fromkeys(("starcoder2", "gpt2"), partial(OpenLayer, mlp=GeluMLP)),
+}
 
 
 class Transformer(nn.Module):
@@ -236,25 +294,30 @@ class Transformer(nn.Module):
             table = rope_table(config, max_model_len or config.max_position_embeddings, i) if first == i else None
             self.cos_sin.append(self.cos_sin[first] if table is None else table.to(device))
             progress(i + 2, total)
-        self.norm = load_norm(ckpt, "model.norm.weight", dtype).to(device)
-        self.embed_scale = torch.tensor(config.hidden_size**0.5, dtype=dtype).item() if config.scaled_embedding else 1
+        self.norm = Norm(ckpt, "model.norm", dtype, config.logit_scale).to(device)
+        self.embed_scale = torch.tensor(config.embed_scale, dtype=dtype).item()
+        positions = ckpt.tensor("model.embed_positions.weight").to(device, dtype) if config.learned_positions else None
+        self.register_buffer("positions", positions)  # [max_position_embeddings, hidden]
 
     def hidden(self, batch: Batch, kv, run_layer: Callable = nn.Module.__call__) -> Tensor:
         """The last hidden states [R, hidden] of the wanted rows; `run_layer(layer, x, ...)` computes a layer."""
         x = self.embed.lookup(batch.tokens).to(self.dtype)  # [T, hidden]
         if self.embed_scale != 1:
             x = x * self.embed_scale
+        if self.positions is not None:
+            x = x + self.positions[batch.positions]
         for layer, cos_sin, (k_cache, v_cache) in zip(self.layers, self.cos_sin, kv.layers, strict=True):
             x = run_layer(
                 layer, x, batch.positions, cos_sin, k_cache, v_cache,
                 batch.slot_mapping, batch.block_tables, batch.query_start, batch.context_lens,
             )  # fmt: skip
         rows = x if batch.one_each else x[batch.logit_rows]  # [R, hidden]
-        return ops.rms_norm(rows, self.norm, self.config.rms_norm_eps)
+        return self.norm(rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits [R, vocab] of hidden states [R, hidden]."""
-        return self.head(hidden).float()
+        logits, cap = self.head(hidden).float(), self.config.logit_softcap
+        return cap * torch.tanh(logits / cap) if cap else logits
 
     def forward(self, batch: Batch, kv) -> Tensor:
         """float32 logits [R, vocab] of the wanted rows."""
@@ -274,10 +337,3 @@ class Transformer(nn.Module):
     def step_bytes(self) -> int:
         """Bytes of the weights one step reads: all but the embedding table, unless it is the head as well."""
         return self.weight_bytes - (0 if self.head is self.embed else self.embed.weight_bytes)
-
-
-def load_norm(ckpt, name: str, dtype: torch.dtype) -> nn.Parameter:
-    """A copy, so that the checkpoint's pages can go."""
-    weight = ckpt.tensor(name).float() + ckpt.config.norm_offset
-    ckpt.release(name)
-    return nn.Parameter(weight.to(dtype), requires_grad=False)

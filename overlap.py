@@ -117,7 +117,7 @@ class OverlapEngine(Engine):
         return NextStep(step, self.lay_out(step, rows), row_of)
 
     def lay_out(self, step: Step, rows: list[range] | None = None) -> tuple[Batch, list[Computed]]:
-        return lay_out(step, self.scheduler.block_size, self.model.norm.device, rows)
+        return lay_out(step, self.scheduler.block_size, self.model.norm.weight.device, rows)
 
     def launch(self, step: Step, answers: list[Answer], batch: Batch) -> None:
         @torch.inference_mode()

@@ -33,8 +33,8 @@ from benchmarks.roofline import decode_floor, matrix_rate, prefill_floor, read_b
 from checkpoint import Checkpoint, open_checkpoint
 from formats.command_line import as_command, flag, given, refuse_unused, value_of
 from formats.config import ModelConfig
-from formats.families import tensor_shapes
 from formats.layers import resolve_scheme, scheme_for
+from formats.read_config import is_quantised, tensor_shapes
 from generate import DTYPES
 from kv_paged import block_bytes, blocks_needed, parse_memory
 from native.machine import usable_memory, usable_threads
@@ -67,7 +67,7 @@ def count_weights(config: ModelConfig, ckpt: Checkpoint, quant: str | None, dtyp
     for name in shapes if ckpt.quant is None else ckpt.names():
         if ckpt.quant is not None and not name.endswith((".weight", ".bias")):
             sizes[name] = ckpt.tensor(name).nbytes  # codes, scales or minima, as they are stored
-        elif ckpt.quant is not None or scheme is None or len(shapes[name]) == 1:  # norms and biases stay dense
+        elif ckpt.quant is not None or scheme is None or not is_quantised(name, shapes[name]):
             sizes[name] = math.prod(shapes[name]) * dtype.itemsize
         else:
             sizes[name] = quantized_bytes(scheme_for(ckpt, [name], scheme), *shapes[name])
@@ -90,6 +90,7 @@ def shape_of(args: argparse.Namespace) -> tuple[ModelConfig, Weights]:
         architecture="llama", vocab_size=args.vocab, hidden_size=args.hidden, intermediate_size=args.intermediate,
         num_layers=args.layers, num_heads=args.heads or (args.hidden or 0) // args.head_dim,
         num_kv_heads=args.kv_heads, head_dim=args.head_dim, rms_norm_eps=1e-5, rope_theta=1e4, rope_scaling=None,
+        rotary_dim=args.head_dim,
         max_position_embeddings=sys.maxsize, tie_word_embeddings=args.tied, sliding_window=(None,) * args.layers,
         bos_token_id=None, eos_token_ids=(), dtype=args.dtype,
     )  # fmt: skip

@@ -132,7 +132,7 @@ class DraftModel:
         self.kv.apply(step)
         ends = [(seq, seq.num_computed + n) for seq, n in step.entries]
         rows = [range(end - (end == len(seq.tokens)), end) for seq, end in ends]
-        batch, _ = lay_out(step, self.kv.block_size, self.model.norm.device, rows)
+        batch, _ = lay_out(step, self.kv.block_size, self.model.norm.weight.device, rows)
         logits = self.runner.run(batch).float()
         for seq, end in ends:
             seq.num_computed = end

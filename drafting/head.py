@@ -58,8 +58,8 @@ def head_shapes(hidden: int, width: int, kept: int) -> dict[str, tuple[int, ...]
 
 def fingerprint(model: Transformer) -> str:
     """Tells models of one shape apart by their norms, which every quantisation and container leaves alone."""
-    norms = [w for layer in model.layers for w in (layer.attn_norm, layer.mlp_norm)] + [model.norm]
-    values = torch.stack(list(norms)).to(torch.bfloat16).view(torch.int16).cpu()  # 16 bits: the least any file holds
+    norms = [norm for norm in model.parameters() if len(norm) == model.config.hidden_size]
+    values = torch.stack(norms).to(torch.bfloat16).view(torch.int16).cpu()  # 16 bits: the least any file holds
     return hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]
 
 
@@ -133,7 +133,7 @@ class DraftHead(nn.Module):
     def __init__(self, weights: dict[str, Tensor], target: Transformer):
         super().__init__()
         self.embed, self.dtype = target.embed, target.dtype
-        dense, device = type(target.embed) is Linear, target.norm.device
+        dense, device = type(target.embed) is Linear, target.norm.weight.device
 
         def layer(weight: Tensor) -> nn.Module:
             if dense:

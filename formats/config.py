@@ -5,16 +5,16 @@ of transformers 5 (`rope_parameters`), and in the metadata of a GGUF file (`llam
 under its old name only does not crash: the model talks fluent nonsense. So everything is read once, strictly, into a
 `ModelConfig`, and what this engine does not compute is refused by name. What each family says: formats/families.py.
 
-`ModelConfig.rope_scaling` changes the base frequencies f_i = rope_theta^(-2i/head_dim); None: not scaled.
+`ModelConfig.rope_scaling` changes the base frequencies f_i = rope_theta^(-2i/rotary_dim); None: not scaled.
 
     {"rope_type": "linear", "factor"}             f_i / factor (Chen et al. 2023, position interpolation)
     {"rope_type": "llama3", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
                                                   long wavelengths divided by factor, short ones kept, a ramp between
-    {"rope_type": "llama3_factors", "factors"}    the same, as GGUF stores it: f_i / factors[i], head_dim/2 numbers
+    {"rope_type": "llama3_factors", "factors"}    the same, as GGUF stores it: f_i / factors[i], rotary_dim/2 numbers
     {"rope_type": "yarn", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate",
      "attention_factor"}                          Peng et al. 2023; cos and sin are multiplied by attention_factor
 
-Left out: dynamic NTK, LongRoPE, multimodal and partial rotary embeddings: refused by name.
+Left out: dynamic NTK, LongRoPE, multimodal rotary embeddings: refused by name.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class ModelConfig:
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: dict | None  # see the module's docstring
+    rotary_dim: int  # the first components of a head, which rotate: head_dim, a part of it, or 0
     max_position_embeddings: int
     tie_word_embeddings: bool  # True: the head is the embedding, and the checkpoint has no lm_head.weight
     sliding_window: tuple[int | None, ...]  # per layer; a query sees itself and window - 1 tokens before; None: all
@@ -54,17 +55,25 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: bool = False  # each head of q and k is normalised
+    norm_bias: bool = False  # norms subtract the mean and add a bias (LayerNorm)
+    learned_positions: bool = False  # a vector for each position is added to the embedding
+    unrotated: tuple[int, ...] = ()  # layers that do not rotate at all
     rope_local_theta: float | None = None  # layers with a window rotate at this base, unscaled; None: as all others
     attn_scale: float | None = None  # on query times key; None: head_dim ** -0.5
+    attn_softcap: float = 0.0  # a score s becomes softcap * tanh(s / softcap); 0: it stays
+    logit_softcap: float = 0.0  # the same of the logits
     norm_offset: float = 0.0  # what is added to the weights of all norms
-    scaled_embedding: bool = False  # embeddings are multiplied by sqrt(hidden_size)
+    embed_scale: float = 1.0  # on the embeddings,
+    residual_scale: float = 1.0  # on what attention and MLP add,
+    logit_scale: float = 1.0  # and on the logits
 
-    def rope(self, layer: int) -> tuple[float, dict | None]:
-        """(theta, scaling) of a layer."""
+    def rope(self, layer: int) -> tuple[int, float, dict | None]:
+        """(components that rotate, theta, scaling) of a layer."""
+        width = 0 if layer in self.unrotated else self.rotary_dim
         if self.rope_local_theta is not None and self.sliding_window[layer] is not None:
-            return self.rope_local_theta, None
-        return self.rope_theta, self.rope_scaling
+            return width, self.rope_local_theta, None
+        return width, self.rope_theta, self.rope_scaling
 
 
 class Reader:
@@ -121,7 +130,7 @@ class Reader:
 
 
 def hf_rope(read: Reader) -> dict:
-    """rope_theta and rope_scaling. Old files keep them side by side, new ones in rope_parameters."""
+    """rope_theta, rope_scaling and rotary_dim. Old files keep them side by side, new ones in rope_parameters."""
     parameters = read.settings("rope_parameters")
     rope = read.settings("rope_scaling") or parameters
     if any(isinstance(v, dict) for v in rope.values()):
@@ -130,8 +139,8 @@ def hf_rope(read: Reader) -> dict:
     given = [Reader({"rope_theta": t}, read.where).real("rope_theta", least=1) for t in thetas if t is not None]
     theta = [*given, 10000.0][0]
     inner = Reader(rope | {"rope_theta": theta}, f"{read.where}: rope settings")
-    for source in (read, inner):
-        source.only("partial_rotary_factor", (1, 1.0), "rotating only a part of each head is not supported")
+    share = inner.real("partial_rotary_factor", read.real("partial_rotary_factor", 1.0, least=0), least=0)
+    head_dim = read.number("head_dim", read.number("hidden_size") // read.number("num_attention_heads"))
     positions = read.number("max_position_embeddings")
     outer = Reader(rope | read.values, read.where)  # top level wins
     original = outer.number("original_max_position_embeddings", positions)
@@ -142,7 +151,8 @@ def hf_rope(read: Reader) -> dict:
         raise CheckpointError(
             f"{read.where}: rope_type {kind!r} is not supported. Supported: default, linear, llama3, yarn."
         )
-    return {"rope_theta": theta, "rope_scaling": SCALINGS[kind](inner, original, positions)}
+    scaling = SCALINGS[kind](inner, original, positions)
+    return {"rope_theta": theta, "rope_scaling": scaling, "rotary_dim": int(head_dim * share)}
 
 
 def _llama3(read: Reader, original: int, positions: int) -> dict:

@@ -30,9 +30,9 @@ from safetensors.torch import save_file
 
 from checkpoint import Checkpoint, CheckpointError, ModelConfig, open_checkpoint
 from formats.command_line import as_command, warn
-from formats.families import from_hf
 from formats.folder_files import QUANT_KEY, read_header, read_json
 from formats.layers import load_rows
+from formats.read_config import from_hf, is_quantised
 from quantize import SCHEMES, VERSION, Scheme, parse_scheme
 from tokenizer import Tokenizer
 
@@ -99,7 +99,7 @@ def layer_of(name: str) -> str:
 
 def write_weights(ckpt: Checkpoint, scheme: Scheme, path: Path, progress: Progress) -> None:
     """The safetensors file: norms and biases as they are, and each matrix as the parts that a model would hold."""
-    matrices = {name: ckpt.shape(name) for name in ckpt.names() if len(ckpt.shape(name)) == 2}
+    matrices = {name: ckpt.shape(name) for name in ckpt.names() if is_quantised(name, ckpt.shape(name))}
     parts = {name: ckpt.tensor(name) for name in ckpt.names() if name not in matrices}
     total, done = sum(map(prod, matrices.values())), 0
     for _, names in groupby(matrices, layer_of):  # the weights of a layer follow one another
@@ -152,6 +152,11 @@ def write_json(path: Path, content: dict) -> None:
 def hf_config(config: ModelConfig) -> dict:
     """The config.json that describes `config`."""
     c, windows = config, sorted(set(config.sliding_window) - {None})
+    if c.architecture not in ("llama", "mistral", "qwen2", "qwen3", "gemma3"):
+        raise ValueError(
+            f"no config.json can be written from a GGUF file of a {c.architecture}; load the file itself, or use the "
+            f"original folder"
+        )
     kind = "mistral" if windows and c.architecture == "llama" else c.architecture  # one model under two names
     same = (
         "vocab_size hidden_size intermediate_size head_dim rms_norm_eps rope_theta rope_scaling mlp_bias bos_token_id"

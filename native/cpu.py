@@ -27,12 +27,12 @@ ROPE = Operation("Rope", """
     int64_t cache_type;  // 0 float32, 1 bfloat16, 2 float16
     const float* qkv;  // [rows, (heads + 2 * kv_heads) * head_dim]
     const int64_t* positions;
-    const float* cos_sin;  // [max_positions, head_dim]
+    const float* cos_sin;  // [max_positions, rotary_dim]
     void *k_cache, *v_cache;  // [num_blocks, kv_heads, block_size, head_dim]
     const int64_t* slots;
     const float *q_norm, *k_norm;  // [head_dim] or null
     float* q;  // [rows, heads, head_dim]
-    int64_t rows, heads, kv_heads, num_blocks, block_size, head_dim, max_positions;
+    int64_t rows, heads, kv_heads, num_blocks, block_size, head_dim, max_positions, rotary_dim;
     float eps;
 """)  # fmt: skip
 ATTENTION = Operation("Attention", """
@@ -105,17 +105,17 @@ def rope_write_kv(
     num_blocks, kv_heads, block_size, head_dim = k_cache.shape
     wide, cos_sin = ready(qkv), ready(cos_sin)
     (rows, width), needed = wide.shape, (num_heads + 2 * kv_heads) * head_dim
-    if width != needed or cos_sin.shape[1] != head_dim:
+    if width != needed or cos_sin.shape[1] > head_dim or cos_sin.shape[1] % 2:
         raise ValueError(
             f"qkv has {width} columns and the rotary table {cos_sin.shape[1]}, but {num_heads} + 2 * {kv_heads} "
-            f"heads of {head_dim} need {needed} and {head_dim}"
+            f"heads of {head_dim} need {needed} and an even number up to {head_dim}"
         )
     q = empty((rows, num_heads, head_dim))
     ROPE(
         cache_type=_cache_type(k_cache, v_cache), qkv=wide, positions=ready(positions, torch.int64), cos_sin=cos_sin,
         k_cache=k_cache, v_cache=v_cache, slots=ready(slot_mapping, torch.int64), q_norm=ready(q_norm),
         k_norm=ready(k_norm), q=q, rows=rows, heads=num_heads, kv_heads=kv_heads, num_blocks=num_blocks,
-        block_size=block_size, head_dim=head_dim, max_positions=cos_sin.shape[0], eps=eps,
+        block_size=block_size, head_dim=head_dim, max_positions=cos_sin.shape[0], rotary_dim=cos_sin.shape[1], eps=eps,
     )  # fmt: skip
     return q.to(qkv.dtype)
 

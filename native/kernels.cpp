@@ -72,14 +72,16 @@ const char* run(const Embedding& a) {
     return nullptr;
 }
 
-// y = x rotated by the angles of cs, (a, b) -> (a cos - b sin, b cos + a sin) over the two halves of the head.
-inline void rotate(const float* x, const float* cs, int64_t dim, float* y) {
-    const int64_t half = dim / 2;
+// y = x, its first `width` components rotated by the angles of cs: (a, b) -> (a cos - b sin, b cos + a sin) over their
+// two halves.
+inline void rotate(const float* x, const float* cs, int64_t width, int64_t dim, float* y) {
+    const int64_t half = width / 2;
     for (int64_t i = 0; i < half; i++) {
         const float a = x[i], b = x[half + i], c = cs[i], s = cs[half + i];
         y[i] = a * c - b * s;
         y[half + i] = b * c + a * s;
     }
+    std::copy(x + width, x + dim, y + width);
 }
 
 template <class T> void rope_row(const Rope& p, int64_t row) {
@@ -87,17 +89,17 @@ template <class T> void rope_row(const Rope& p, int64_t row) {
     buffer.resize(2 * p.head_dim);
     float *normed = buffer.data(), *rotated = normed + p.head_dim;
     const float* x = p.qkv + row * (p.heads + 2 * p.kv_heads) * p.head_dim;
-    const float* cs = p.cos_sin + p.positions[row] * p.head_dim;
+    const float* cs = p.cos_sin + p.positions[row] * p.rotary_dim;
     for (int64_t h = 0; h < p.heads; h++, x += p.head_dim) {
         if (p.q_norm) rms_norm_row(x, p.q_norm, p.head_dim, p.eps, normed);
-        rotate(p.q_norm ? normed : x, cs, p.head_dim, p.q + (row * p.heads + h) * p.head_dim);
+        rotate(p.q_norm ? normed : x, cs, p.rotary_dim, p.head_dim, p.q + (row * p.heads + h) * p.head_dim);
     }
     const int64_t slot = p.slots[row];
     if (slot < 0) return;  // a padding row
     for (int64_t h = 0; h < p.kv_heads; h++, x += p.head_dim) {
         const int64_t at = ((slot / p.block_size * p.kv_heads + h) * p.block_size + slot % p.block_size) * p.head_dim;
         if (p.k_norm) rms_norm_row(x, p.k_norm, p.head_dim, p.eps, normed);
-        rotate(p.k_norm ? normed : x, cs, p.head_dim, rotated);
+        rotate(p.k_norm ? normed : x, cs, p.rotary_dim, p.head_dim, rotated);
         T *k = static_cast<T*>(p.k_cache) + at, *v = static_cast<T*>(p.v_cache) + at;
         for (int64_t i = 0; i < p.head_dim; i++) put(k + i, rotated[i]), put(v + i, x[p.kv_heads * p.head_dim + i]);
     }

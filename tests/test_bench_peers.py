@@ -27,7 +27,7 @@ def weights_of(ckpt) -> dict[str, torch.Tensor]:
     return {name: ckpt.tensor(name).float() for name in ckpt.names()}
 
 
-@pytest.mark.parametrize("arch", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("arch", ("llama", "mistral", "qwen2", "qwen3", "gemma3"))
 @pytest.mark.parametrize("container", ["folder", "GGUF"])
 def test_transformers_computes_our_model(arch, container, tmp_path):
     extra = {} if arch in ("qwen2", "gemma3") else {"tie_word_embeddings": arch == "qwen3"}

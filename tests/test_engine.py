@@ -240,7 +240,7 @@ def workloads(draw):
 def switches(draw):
     block_size = draw(st.sampled_from([1, 2, 4, 16]))
     chosen = {
-        "arch": draw(st.sampled_from(["llama", "llama", "mistral"])),
+        "arch": draw(st.sampled_from(["llama", "llama", "mistral", "gemma2", "smollm3", "gpt2"])),
         "block_size": block_size,
         "num_blocks": -(-draw(st.sampled_from([38, 45, 60, 400])) // block_size),  # 38 tokens hold any one request
         "prefix_cache": draw(st.sampled_from(["radix", "hash", "none"])),

@@ -143,7 +143,7 @@ def test_wrong_arguments_are_refused_before_memory_is_touched():
         "embedding table": lambda: ops.int4_embedding(torch.tensor([64]), weights["qkv"], 48, 32),
         "slot": lambda: rope(slots=torch.tensor([12])),
         "position": lambda: rope(positions=torch.tensor([8])),
-        "need 64 and 16": lambda: rope(width=80),
+        "need 64 and an even number up to 16": lambda: rope(width=80),
         "do not fit": lambda: ops.paged_attention(torch.randn(3, 2, 8), *(state[n] for n in names), 0.25),
         "block table": lambda: attention("tables", 3),
         "shorter": lambda: attention("lens", 2),

@@ -9,6 +9,7 @@ from test_naive import SCALINGS, VARIANTS, oracle_logits, variant, weights_of  #
 
 import naive
 from checkpoint import open_checkpoint
+from formats.quantized_folder import save_quantized
 from generate import LLM
 from kv_paged import KVCache
 from model import Batch, Transformer, rope_table
@@ -52,8 +53,10 @@ def test_logits_equal_transformers(variant):  # noqa: F811
     torch.testing.assert_close(run(model, [tokens], [[len(tokens)]])[0], expected, atol=1e-4, rtol=1e-4)
 
 
-# GGUF has no key for an attention_factor, for a window on some layers of a Qwen, nor for the scale of a Gemma.
-IN_GGUF = [name for name in VARIANTS if name not in ("llama-yarn-factor-1", "qwen2-window", "gemma3-scaled")]
+# GGUF has no key for an attention_factor, for a window on some layers of a Qwen, for the scale of a Gemma, nor for
+# which layers of a SmolLM3 rotate.
+NOT_IN_GGUF = ("llama-yarn-factor-1", "qwen2-window", "gemma3-scaled", "smollm3-marked")
+IN_GGUF = [name for name in VARIANTS if name not in NOT_IN_GGUF]
 
 
 @pytest.mark.parametrize("variant", IN_GGUF, indirect=True)
@@ -137,16 +140,31 @@ def test_tied_model_quantises_and_keeps_one_table(tmp_path, quant):
     assert similarity > (0.99 if quant == "int8" else 0.8)
 
 
-@pytest.mark.parametrize("options", [{}, {"compile": True}, {"quant": "int8", "compile": True}], ids=str)
-def test_gemma3_answers_as_the_reference_does(tmp_path, options):
-    folder = tiny.hf_folder(tmp_path / "m", "gemma3")
+@pytest.mark.parametrize("arch", tiny.ARCHITECTURES)
+def test_compiled_families_answer_as_the_reference_does(tmp_path, arch):
+    folder = tiny.hf_folder(tmp_path / "m", arch)
     ckpt, prompt = open_checkpoint(folder), list(range(5, 25))
-    llm = LLM(model=str(folder), num_blocks=40, threads=1, **options)
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    assert llm.stats()["steps_captured"] == 0  # a recorded step would leave out what is not an operation of ours
-    output = llm.generate([prompt], params)[0].outputs[0]
-    weights = weights_of(ckpt)
-    if "quant" in options:  # then the tokens of the reference with these very weights are not at hand
-        assert output.token_ids[0] == naive.generate(weights, ckpt.config, prompt, 1)[0]
-    else:
-        assert output.token_ids == naive.generate(weights, ckpt.config, prompt, 12)
+    llm = LLM(model=str(folder), num_blocks=40, threads=1, compile=True)
+    output = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))[0].outputs[0]
+    assert output.token_ids == naive.generate(weights_of(ckpt), ckpt.config, prompt, 12)
+    rotations, windows = ({llm.config.rope(i)[0] for i in range(len(llm.model.layers))}, set(llm.config.sliding_window))
+    assert llm.stats()["graphs_compiled"] == 2 * max(len(rotations), len(windows))
+
+
+@pytest.mark.parametrize("arch", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+def test_quantised_families_follow_the_dense_one(tmp_path, arch, quant):
+    folder = tiny.hf_folder(tmp_path / "m", arch)
+    quantised = save_quantized(folder, quant, tmp_path / "q")
+    tokens = list(range(5, 25))
+    dense, *ours = (
+        run(Transformer(open_checkpoint(path), scheme), [tokens], [[12, 8]])[0]
+        for path, scheme in ((folder, None), (folder, quant), (quantised, None))
+    )
+    assert torch.equal(*ours)
+    assert torch.nn.functional.cosine_similarity(ours[0], dense).mean() > {"int8": 0.99, "int4": 0.7}[quant]
+
+
+def test_a_step_that_is_not_all_operations_of_ours_is_not_recorded(tmp_path, native):
+    llm = LLM(model=str(tiny.hf_folder(tmp_path / "m", "gemma3")), quant="int8", num_blocks=40, threads=1, compile=True)
+    assert llm.stats()["steps_captured"] == 0

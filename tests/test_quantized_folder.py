@@ -15,8 +15,8 @@ import quantize
 from checkpoint import open_checkpoint, tensor_shapes
 from formats import gguf, quantized_folder
 from formats import layers as weights
-from formats.families import from_hf
 from formats.quantized_folder import WEIGHTS, save_quantized, write_weights
+from formats.read_config import from_hf
 from generate import LLM
 from model import Transformer
 from quantize import SCHEMES

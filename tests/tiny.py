@@ -17,7 +17,27 @@ from pathlib import Path
 
 import torch
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
+CLASSES = {  # transformers' names of the config and the model, if not the architecture's own
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
+    "stablelm": ("StableLmConfig", "StableLmForCausalLM"),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
+}
+SETTINGS = {  # what makes a small one differ as real ones do
+    "qwen3": {"head_dim": 32},  # not hidden_size / heads
+    "gemma2": {"head_dim": 32, "sliding_window": 5, "query_pre_attn_scalar": 32}
+    | {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 6.0},
+    "gemma3": {"head_dim": 32, "sliding_window": 5, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32},
+    "phi3": {"sliding_window": 9},
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
+    | {"attention_multiplier": 0.2},
+    "smollm3": {"num_hidden_layers": 4},
+    "stablelm": {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.25}},
+}
+ARCHITECTURES = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "granite", "smollm3", "stablelm"),
+    *("starcoder2", "gpt2"),
+)
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1 (BOS) and 2 (EOS)
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -33,6 +53,13 @@ CORPUS = (
 )
 
 
+GPT2_KEYS = {
+    "n_embd": "hidden_size", "n_inner": "intermediate_size", "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads", "n_positions": "max_position_embeddings", "layer_norm_epsilon": "norm_epsilon",
+    "layer_norm_eps": "norm_epsilon",
+}  # fmt: skip
+
+
 def hf_folder(
     path: str | Path, arch: str, seed: int = 0, tokenizer=True, dtype="float32", max_shard_size="5GB", **overrides
 ) -> Path:
@@ -44,19 +71,19 @@ def hf_folder(
         "num_key_value_heads": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
     }  # fmt: skip
-    if arch in ("qwen3", "gemma3"):
-        shape["head_dim"] = 32  # not hidden_size / heads, as in the real ones
-    if arch == "gemma3":  # a window in the first of the two layers
-        shape |= {"sliding_window": 5, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32}
     name = arch.capitalize()
-    config = getattr(transformers, name + ("TextConfig" if arch == "gemma3" else "Config"))(**(shape | overrides))
-    model = getattr(transformers, name + "ForCausalLM")(config).float().eval()
+    if arch == "gpt2":
+        del shape["num_key_value_heads"]
+    of_config, of_model = CLASSES.get(arch, (f"{name}Config", f"{name}ForCausalLM"))
+    config = getattr(transformers, of_config)(**(shape | SETTINGS.get(arch, {}) | overrides))
+    model = getattr(transformers, of_model)(config).float().eval()
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):  # a tied head is listed once
-            noise = torch.randn(parameter.shape, generator=draw) * (0.1 if "norm" in name else 0.3)
-            noise = noise + 1 if "norm" in name else noise
-            parameter.copy_(noise - 1 if "norm" in name and arch == "gemma3" else noise)  # Gemma computes with 1 + w
+            is_norm = "norm" in name or ".ln_" in name
+            noise = torch.randn(parameter.shape, generator=draw) * (0.1 if is_norm else 0.3)
+            noise = noise + 1 if is_norm and name.endswith("weight") else noise
+            parameter.copy_(noise - 1 if is_norm and arch.startswith("gemma") else noise)  # Gemma computes with 1 + w
     path = Path(path)
     model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=max_shard_size)
     if tokenizer:
@@ -103,6 +130,8 @@ def gguf_file(hf_path: str | Path, out: str | Path, quant: str = "F32") -> Path:
     hf_path, out = Path(hf_path), Path(out)
     config = json.loads((hf_path / "config.json").read_text(encoding="utf-8"))
     arch = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config["model_type"], config["model_type"])
+    config = {GPT2_KEYS.get(key, key): value for key, value in config.items()}
+    config.setdefault("num_key_value_heads", config["num_attention_heads"])
     kinds = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[arch], config["num_hidden_layers"])
     writer = gguf.GGUFWriter(str(out), arch)
@@ -115,12 +144,16 @@ def gguf_file(hf_path: str | Path, out: str | Path, quant: str = "F32") -> Path:
             for name in sorted(tensors.keys()):
                 value = tensors.get_tensor(name).float()
                 part = name.split(".")[-2]
-                if arch == "llama" and part in heads:
+                if arch in ("llama", "granite", "smollm3") and part in heads:
                     value = permute(value, heads[part])
-                if arch == "gemma3" and "norm" in name:
+                if arch.startswith("gemma") and "norm" in name:
                     value = value + 1
+                if arch == "gpt2" and part in ("c_attn", "c_proj", "c_fc"):
+                    value = value.t().contiguous() if value.ndim == 2 else value
                 kind = gguf.GGMLQuantizationType[quant if value.ndim == 2 else "F32"]
-                written = names.get_name(name, try_suffixes=(".weight", ".bias"))
+                written = (
+                    names.get_name(name, try_suffixes=(".weight", ".bias")) or "output.weight"
+                )  # Gemma has no name
                 writer.add_tensor(written, gguf.quants.quantize(value.numpy(), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -140,17 +173,25 @@ def write_metadata(writer, gguf, config: dict) -> None:
     numbers = {
         "vocab_size": config["vocab_size"], "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"], "block_count": config["num_hidden_layers"],
-        "feed_forward_length": config["intermediate_size"], "head_count": config["num_attention_heads"],
-        "head_count_kv": config["num_key_value_heads"], "layer_norm_rms_eps": config["rms_norm_eps"],
-        "key_length": head_dim, "value_length": head_dim, "rope_dimension_count": head_dim,
+        "feed_forward_length": config["intermediate_size"] or 4 * config["hidden_size"],
+        "head_count": config["num_attention_heads"], "head_count_kv": config["num_key_value_heads"],
+        "key_length": head_dim, "value_length": head_dim,
+        "rope_dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1)),
         "rope_freq_base": rope.get("rope_theta", 10000.0),
     }  # fmt: skip
+    optional = {
+        "layer_norm_rms_eps": "rms_norm_eps", "layer_norm_eps": "norm_epsilon",
+        "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier", "attention_scale": "attention_multiplier",
+        "logit_scale": "logits_scaling", "attn_logit_softcapping": "attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping", "parallel_residual": "use_parallel_residual",
+    }  # fmt: skip
+    numbers |= {name: config[key] for name, key in optional.items() if config.get(key) is not None}
+    if config["model_type"] in ("mistral", "phi3", "starcoder2", "gemma2", "gemma3_text") and config["sliding_window"]:
+        numbers["sliding_window"] = config["sliding_window"]
     for name, number in numbers.items():
         getattr(writer, f"add_{name}")(number)
-    if config["model_type"] == "mistral" and config["sliding_window"]:
-        writer.add_sliding_window(config["sliding_window"])
     if config["model_type"] == "gemma3_text":
-        writer.add_sliding_window(config["sliding_window"])
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     kind = rope.get("rope_type", "default")
     if kind in ("linear", "yarn"):
