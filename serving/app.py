@@ -22,16 +22,17 @@ from functools import partial
 from pathlib import Path
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from fastapi.routing import APIRoute
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from generate import LLM
 from serving.engine_thread import EngineThread
-from serving.guard import ApiError, EventStream, Guard, HeaderLimit, local_only, needs_key, on_error
+from serving.guard import ApiError, EventStream, Guard, HeaderLimit, local_only, needs_key, on_error, streamed
 from serving.live import Live
 from serving.ollama_api import ollama_routes
 from serving.openai_api import openai_routes
@@ -44,6 +45,7 @@ POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+REFUSALS = (400, 404, 405, 408, 413, 429, 500, 503)  # statuses of what is posted
 LAST_WORDS_S = 2.0  # after the drain: time for errors to reach their clients
 MOST_DESCRIPTORS, SPARE_DESCRIPTORS = 1 << 16, 16  # spared for files; all others are for connections
 
@@ -69,11 +71,15 @@ def build_app(
         await engine.stop()
         service.close()
 
-    app = FastAPI(title="vitrine", description="An LLM engine under glass.", lifespan=lifespan, redoc_url=None)
+    elsewhere = {"docs_url": None, "redoc_url": None}  # pages of the framework that load scripts from other sites
+    app = FastAPI(title="vitrine", description="An LLM engine under glass.", lifespan=lifespan, **elsewhere)
     app.state.engine, app.state.service, app.state.live = engine, service, live
-    for routes in (openai_routes, responses_routes, ollama_routes):
-        app.include_router(routes(service))
     add_status_routes(app, service, live)
+    routers = openai_routes(service), responses_routes(service), ollama_routes(service)
+    for router in (app.router, *routers):
+        document_errors(router)
+    for router in routers:
+        app.include_router(router)
     for kind in (ApiError, ValueError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, on_error)
     check = needs_key(api_key) if api_key else local_only if local else lambda path, headers: None
@@ -105,15 +111,27 @@ def add_status_routes(app: FastAPI, service: Service, live: Live) -> None:
         await engine.measure()
         return PlainTextResponse(generate_latest(engine.metrics.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
-    @app.get("/live/events", response_model=None)
+    @app.get("/live/events", response_class=Response, responses=streamed("text/event-stream"))
     async def live_events(model: str | None = None) -> EventStream:
         """Snapshots of one model's engine, as server-sent events."""
         events = live.events(service.model(model))
         return EventStream(events, lambda: None, "text/event-stream", service.limits.stall_seconds, {})
 
-    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False, response_model=None)
+    @app.get("/", include_in_schema=False, response_model=None)
     async def page() -> FileResponse:
         return FileResponse(PAGE, headers={"Cache-Control": "no-cache", "Content-Security-Policy": POLICY})
+
+
+def document_errors(router: APIRouter) -> None:
+    """Let the OpenAPI document say what each route refuses, and how; of itself it says 422, which is never sent."""
+    text = {"type": "string"}
+    error = {"type": "object", "properties": {"message": text, "type": text, "param": {}, "code": {}}}
+    for route in router.routes:
+        if isinstance(route, APIRoute):
+            shape = {"type": "object", "properties": {"error": text if route.path.startswith("/api/") else error}}
+            told = {"content": {"application/json": {"schema": shape}}}
+            statuses = REFUSALS if "POST" in route.methods else (400, 404, 405, 503)
+            route.responses |= {status: told for status in ("default", *statuses)}  # "default" keeps 422 out
 
 
 class Server(uvicorn.Server):

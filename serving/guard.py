@@ -23,6 +23,7 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -70,7 +71,8 @@ def as_api_error(error: Exception, path: str = "", method: str = "") -> ApiError
         return _validation_error(error)
     if isinstance(error, HTTPException):
         if error.status_code == 405:
-            allowed = error.headers["Allow"]
+            methods = set(error.headers["Allow"].split(", "))
+            allowed = ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))
             return ApiError(405, f"{path[:100]} does not take {method[:20]}, but {allowed}", Allow=allowed)
         return ApiError(error.status_code, f"{error.detail}: {method[:20]} {path[:100]}")
     if isinstance(error, ValueError):
@@ -143,11 +145,19 @@ class HeaderLimit(AutoHTTPProtocol):
             self.deadline = self.loop.call_later(self.patience, self._give_up)
 
     def _give_up(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():  # else a client might take it for another's answer
-            error = ApiError(408, f"no whole headers arrived in {self.patience} s: send them again")
+        self._refuse(ApiError(408, f"no whole headers arrived in {self.patience} s: send them again"))
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's answer to bytes that are no HTTP, a broken chunk say: it fails where an answer has begun."""
+        self._refuse(ApiError(400, f"{msg} Its head or a chunk of its body is malformed: send it again, whole."))
+
+    def _refuse(self, error: ApiError) -> None:
+        """End the connection, with an answer if it has had none, for which a client might take this one."""
+        if (self.cycle is None or not self.cycle.response_started) and not self.transport.is_closing():
             body = json.dumps(error_body(error)).encode()
-            head = "HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Type: application/json\r\n"
-            self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\nConnection: close\r\n"
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            self.transport.write(head.encode() + body)
         self.transport.close()
 
 
@@ -155,7 +165,7 @@ class Guard:
     """Lets a request through whose path and headers pass `check`, and whose body is at most `limit` bytes.
 
     The check comes first (a dependency of FastAPI's would run after the body was parsed). A body that pauses for
-    `patience` seconds while it arrives is refused: it holds a connection and its memory.
+    `patience` seconds while it arrives is refused: it holds a connection and its memory. HEAD is GET without a body.
     """
 
     def __init__(self, app, limit: int, patience: float, check: Callable[[str, Headers], None]):
@@ -177,6 +187,13 @@ class Guard:
         async def replayed():
             return next(messages, None) or await receive()
 
+        async def send_head(message) -> None:
+            if message["type"] == "http.response.start":  # the end of the answer: a stream takes its reader for gone
+                await send(message)
+                await send({"type": "http.response.body"})
+
+        if scope["method"] == "HEAD":
+            return await self.app(scope | {"method": "GET"}, replayed, send_head)
         await self.app(scope, replayed, send)
 
     async def _read(self, receive, declared: str) -> bytes:
@@ -258,6 +275,11 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
                 stalled.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def streamed(media_type: str) -> dict:
+    """The `responses` of a route that may answer in a stream, for the OpenAPI document."""
+    return {200: {"content": {media_type: {"schema": {"type": "string"}}}}}
 
 
 async def until_left(receive, work: Awaitable):

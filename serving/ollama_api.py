@@ -30,7 +30,7 @@ from typing_extensions import TypeAliasType
 from request import Delta
 from sampling import SamplingParams
 from serving.engine_thread import Job, Served
-from serving.guard import ApiError, error_body
+from serving.guard import ApiError, error_body, streamed
 from serving.openai_schema import NO_EMBEDDINGS, UNSUPPORTED, Body, asked, sampling_fields
 from serving.service import Service
 
@@ -170,7 +170,7 @@ def ollama_routes(service: Service) -> APIRouter:
         job = await service.submit(served, [prompt], params, streaming=body.stream is not False)
         return await service.answer(http, job, OllamaWriter(job, chat), headers)
 
-    @router.post("/generate", response_model=None)
+    @router.post("/generate", response_model=None, responses=streamed("application/x-ndjson"))
     async def generate(body: GenerateBody, http: Request) -> Response:
         """Answer one prompt."""
         if not body.prompt:
@@ -183,7 +183,7 @@ def ollama_routes(service: Service) -> APIRouter:
             raise ApiError(400, "'system' needs a chat template, and raw=true and base models use none", "system")
         return await answer(http, served, body, prompt, chat=False)
 
-    @router.post("/chat", response_model=None)
+    @router.post("/chat", response_model=None, responses=streamed("application/x-ndjson"))
     async def chat(body: OllamaChatBody, http: Request) -> Response:
         """Answer a conversation."""
         if not body.messages:

@@ -27,7 +27,7 @@ from automata import GrammarError
 from request import Delta
 from sampling import SamplingParams
 from serving.engine_thread import Job, Served
-from serving.guard import ApiError, error_body, sse
+from serving.guard import ApiError, error_body, sse, streamed
 from serving.logprobs import ShownTokens, chat_logprobs, completion_logprobs, prompt_offsets
 from serving.openai_schema import NO_EMBEDDINGS, ChatBody, CompletionBody, DetokenizeBody, SamplingBody, TokenizeBody
 from serving.service import Service
@@ -192,14 +192,14 @@ def openai_routes(service: Service) -> APIRouter:
     """Each handler reads a body, submits a job, and lets a writer word it."""
     router = APIRouter(tags=["OpenAI"])
 
-    @router.post("/v1/completions", response_model=None)
+    @router.post("/v1/completions", response_model=None, responses=streamed("text/event-stream"))
     async def completions(body: CompletionBody, http: Request) -> Response:
         """Continue one or more prompts."""
         served, headers = service.model(body.model), body.headers()
         job = await service.submit(served, body.prompts(), body.params(), **body.routing())
         return await service.answer(http, job, CompletionWriter(job, body), headers, body.user)
 
-    @router.post("/v1/chat/completions", response_model=None)
+    @router.post("/v1/chat/completions", response_model=None, responses=streamed("text/event-stream"))
     async def chat(body: ChatBody, http: Request) -> Response:
         """Answer a conversation."""
         headers = body.headers()

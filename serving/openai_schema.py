@@ -50,6 +50,7 @@ TEMPLATE_OPTIONS = ("messages", "tools", "add_generation_prompt", "continue_fina
 # What a field may hold, counted before anything looks at it: entries, and in all (guard.size). The context of a model
 # bounds the fields of CONTEXT.
 MOST_ENTRIES, MOST_CHARACTERS, MOST_SIZE = 256, 1 << 16, 1 << 18
+MOST_NAMED = 20  # ignored fields, of at most 60 characters each: proxies refuse headers of 8 KB
 CONTEXT = ("prompt", "input", "instructions", "system", "messages", "tokens")
 MORE_ENTRIES = dict.fromkeys(("prompt", "choice", "logit_bias", "stop_token_ids"), 4096)
 
@@ -91,7 +92,8 @@ class Body(BaseModel):
         for name in dict.fromkeys(self._ignored()):
             shown = ascii(name[:40])[:60]  # quoted, unless it is a plain word: an edge of blanks is no header value
             ignored.append(shown[1:-1] if re.fullmatch(r"[\w.-]+", name[:40], re.ASCII) else shown)
-        return {"X-Ignored-Fields": ", ".join(ignored[:20])} if ignored else {}
+        more = [f"and {len(ignored) - MOST_NAMED} more"] if len(ignored) > MOST_NAMED else []
+        return {"X-Ignored-Fields": ", ".join(ignored[:MOST_NAMED] + more)} if ignored else {}
 
     def _ignored(self) -> Iterator[str]:
         """Names of the fields that are not obeyed, those of objects within this one behind the object's name."""

@@ -28,7 +28,7 @@ from pydantic import FailFast, Field, create_model
 from typing_extensions import TypeAliasType
 
 from request import Delta
-from serving.guard import ApiError, sse
+from serving.guard import ApiError, sse, streamed
 from serving.openai_api import ChatWriter, converse
 from serving.openai_schema import UNSUPPORTED, Body, ChatBody, Messages, asked, sampling_fields
 from serving.service import Service
@@ -286,7 +286,7 @@ class ResponsesWriter(ChatWriter):
 def responses_routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["OpenAI"])
 
-    @router.post("/v1/responses", response_model=None)
+    @router.post("/v1/responses", response_model=None, responses=streamed("text/event-stream"))
     async def responses(body: ResponsesBody, http: Request) -> Response:
         """Answer a conversation of items."""
         headers, chat = body.headers(), body.chat()

@@ -150,6 +150,6 @@ def test_a_local_server_answers_to_no_other_name(host, passes):
     async def send(message):
         answers.extend([message["status"]] if "status" in message else [])
 
-    scope = {"type": "http", "path": "/v1/models", "headers": [(b"host", host)]}
+    scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": [(b"host", host)]}
     asyncio.run(Guard(app, 9, 9.0, local_only)(scope, receive, send))
     assert answers == [200 if passes else 403]

@@ -49,8 +49,26 @@ def test_the_pace_of_one_token_is_no_faster_than_its_answer(server):
 
 def test_an_address_that_does_not_exist_is_named(server):
     assert server.http.get("/api/nowhere").json()["error"] == "Not Found: GET /api/nowhere"
-    wrong = server.http.put("/v1/models")
-    assert wrong.status_code == 405 and wrong.headers["allow"] == "GET"
+    for path, allowed in {"/v1/models": "GET, HEAD", "/": "GET, HEAD", "/openapi.json": "GET, HEAD"}.items():
+        assert server.http.put(path).headers["allow"] == allowed
+        assert (server.http.head(path).status_code, server.http.head(path).content) == (200, b"")
+    assert server.http.head("/live/events").status_code == 200, "it ends, as a stream without a reader does"
+    wrong = server.http.head("/v1/completions")
+    assert wrong.status_code == 405 and wrong.headers["allow"] == "POST"
+
+
+def test_the_document_says_what_is_sent(server):
+    document = server.http.get("/openapi.json")
+    assert "422" not in document.text and "ValidationError" not in document.text
+    for path, operations in document.json()["paths"].items():
+        told = next(iter(operations.values()))["responses"]
+        assert set(told) >= ({"400", "404", "405", "408", "413", "429", "503"} if "post" in operations else {"405"})
+        error = told["405"]["content"]["application/json"]["schema"]["properties"]["error"]["type"]
+        assert error == ("string" if path.startswith("/api/") else "object")
+        streams = ("completions", "/v1/responses", "/live/events", "/api/generate", "/api/chat")
+        media = "application/x-ndjson" if path.startswith("/api/") else "text/event-stream"
+        assert (media in told["200"]["content"]) == path.endswith(streams)
+    assert server.http.get("/docs").status_code == 404, "a page that loads scripts from elsewhere"
 
 
 def test_of_two_keys_none_counts():

@@ -130,6 +130,12 @@ def test_the_client_raises_its_own_exceptions(client):
 def test_unknown_fields_are_named_and_unsupported_ones_refused(server):
     answer = server.http.post("/v1/completions", json={"prompt": "x", "max_token": 3, "store": True, "max_tokens": 1})
     assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == "max_token, store"
+    answer = server.http.post(
+        "/v1/completions", json={"prompt": "x", "max_tokens": 1} | {f"{i}" + "ä" * 90: 1 for i in range(200)}
+    )
+    assert len(answer.headers["x-ignored-fields"]) < 1300 and answer.headers["x-ignored-fields"].endswith(
+        ", and 180 more"
+    )
     assert "x-ignored-fields" not in server.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).headers
 
 

@@ -231,6 +231,22 @@ def test_the_connection_of_a_refused_body_ends():
             client.close()
 
 
+@pytest.mark.parametrize(
+    "before, status", [(b"", b"400"), (b"5\r\n12345\r\n", b"400"), (b"65\r\n%101d\r\n" % 0, b"413")]
+)
+def test_a_broken_chunk_ends_in_one_answer_and_no_traceback(caplog, before, status):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with serving(limits=Limits(max_body=100)) as server:
+        client = raw_request(server.port, head + before)
+        said = client.recv(1 << 16) if status == b"413" else b""
+        client.sendall(b"no length\r\n")
+        while piece := client.recv(1 << 16):
+            said += piece
+    assert said.startswith(b"HTTP/1.1 " + status) and said.count(b"HTTP/1.1") == 1
+    assert json.loads(said.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+    assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
 def test_guesses_of_speculation_are_counted():
     llm = make_llm(speculate="ngram", num_speculative_tokens=3)
     with serving({"tiny": llm}) as server:
