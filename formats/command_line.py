@@ -27,6 +27,8 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 
+from formats.fields import SURROGATE
+
 
 def warn(line: str, end: str = "\n") -> None:
     """Write a line to stderr; where stderr is missing or closed, nothing happens."""
@@ -50,6 +52,7 @@ def as_command(main: Callable[..., int]) -> Callable[..., int]:
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="backslashreplace")  # an answer is not lost where é cannot be written
         try:
+            refuse_halves(sys.argv[1:] if argv is None else argv)
             code = main(argv)
             sys.stdout.flush()
             return code
@@ -76,6 +79,15 @@ def _ended_by(error: Exception) -> int:
         return 1
     warn(f"error: {error}")
     return 2
+
+
+def refuse_halves(words: Iterable[str]) -> None:
+    """Raise ValueError for a word that is no UTF-8, with the flag it belongs to."""
+    name = "the command line"
+    for word in words:
+        name = word.partition("=")[0] if word.startswith("-") else name
+        if SURROGATE.search(word):
+            raise ValueError(f"{ascii(name)[1:-1]}: {ascii(word)} is no UTF-8: write it in UTF-8")
 
 
 def flag(name: str) -> str:

@@ -21,7 +21,7 @@ import hmac
 import ipaddress
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any
@@ -299,17 +299,20 @@ async def until_left(receive, work: Awaitable):
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def size(value: Any) -> int:
-    """Of nested lists and objects: characters of all texts, and 1 for any other value."""
-    total, waiting = 0, [value]
+def parts(value: Any) -> Iterator[Any]:
+    """A value, and all that it holds if it is a list or an object: names and values, at every depth."""
+    waiting = [value]
     while waiting:
-        value = waiting.pop()
-        total += len(value) if isinstance(value, str) else 1
+        yield (value := waiting.pop())
         if isinstance(value, dict):
             waiting += [*value, *value.values()]
         elif isinstance(value, list):
             waiting += value
-    return total
+
+
+def size(value: Any) -> int:
+    """Of nested lists and objects: characters of all texts, and 1 for any other value."""
+    return sum(len(part) if isinstance(part, str) else 1 for part in parts(value))
 
 
 def sse(data: dict | str) -> bytes:

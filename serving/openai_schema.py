@@ -25,7 +25,7 @@ from typing_extensions import TypeAliasType
 
 from formats.fields import SURROGATE
 from sampling import SamplingParams
-from serving.guard import ApiError, size
+from serving.guard import ApiError, parts, size
 
 # Other servers' names for a structure. Unheard, they would give an answer that has none.
 STRUCTURE = "guided_json guided_regex guided_choice guided_grammar structured_outputs json_schema".split()
@@ -82,7 +82,9 @@ class Body(BaseModel):
             most = MOST_CHARACTERS if isinstance(value, str) else MOST_SIZE
             if name not in CONTEXT and value is not data and size(value) > most:
                 raise ApiError(400, f"{name} holds more than {most:,} characters and values, the limit", name)
-            if isinstance(value, str) and SURROGATE.search(value):
+            # (What a context holds is checked as it is encoded.)
+            texts = [value] if name in CONTEXT or value is data else parts(value)
+            if any(isinstance(text, str) and SURROGATE.search(text) for text in texts):
                 raise ApiError(400, f"{name} holds half a character (a lone surrogate): send whole ones", name)
         return {name: as_integers(value) for name, value in data.items()}
 

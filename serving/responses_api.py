@@ -30,7 +30,7 @@ from typing_extensions import TypeAliasType
 from request import Delta
 from serving.guard import ApiError, sse, streamed
 from serving.openai_api import ChatWriter, converse
-from serving.openai_schema import UNSUPPORTED, Body, ChatBody, Messages, asked, sampling_fields
+from serving.openai_schema import UNSUPPORTED, Body, ChatBody, Function, JsonSchema, Messages, asked, sampling_fields
 from serving.service import Service
 
 ELSEWHERE = "n best_of beam_width logprobs prompt_logprobs json_schema max_tokens".split()
@@ -40,11 +40,8 @@ PREFIXES = {"message": "msg", "function_call": "fc"}  # of the ids of items
 Fields = create_model("Fields", __base__=Body, **sampling_fields(*ELSEWHERE))
 
 
-class Format(Body):
+class Format(JsonSchema):
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None
     definition: dict[str, Any] | None = Field(None, alias="schema")
 
 
@@ -53,11 +50,8 @@ class TextOptions(Body):
     verbosity: Literal["medium"] | None = None
 
 
-class FunctionTool(Body):
+class FunctionTool(Function):
     type: Literal["function"]
-    name: str = Field(min_length=1, max_length=200)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 

@@ -272,7 +272,7 @@ def test_an_answer_that_stdout_cannot_take_is_an_error(folder, stdout, command):
 def test_words_that_are_no_utf8_are_refused_in_a_sentence(folder, flag, capsys):
     half = os.fsdecode(b"caf\xe9")
     assert call(folder, flag, half) == 2
-    assert "caf\\udce9" in capsys.readouterr().err.splitlines()[-1]
+    assert f"error: {flag}: 'caf\\udce9' is no UTF-8" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("stderr", [CLOSED, LEFT])
