@@ -26,7 +26,7 @@ import torch
 
 from sampling import Sampled, SamplerState, SamplingParams, prompt_logprobs
 from scheduler import Sequence
-from tokenizer import Tokenizer
+from tokenizer import StopChecker, Tokenizer
 
 
 @dataclass
@@ -156,8 +156,7 @@ class Answer:
         self.detokenizer = self.request.tokenizer.detokenizer(self.request.prompt_ids)
         if self.guide is not None:  # a structured text begins afresh, even where the prompt breaks off in a character
             self.detokenizer.finish()
-        stops = params.stop, params.include_stop_str_in_output
-        self.stops = self.request.tokenizer.stop_checker(*stops) if params.stop else None
+        self.stops = StopChecker(params.stop, params.include_stop_str_in_output) if params.stop else None
 
     @property
     def token_ids(self) -> list[int]:
@@ -223,10 +222,9 @@ class Answer:
         if ended:
             piece += self.detokenizer.finish()
         if self.stops is not None:
-            if sampled is not None:  # a special token has no text, but may be part of a stop string
-                piece += self.stops.marks.get(sampled.token, "")
+            special = "" if sampled is None else self.request.tokenizer.special_text(sampled.token)
             armed = self.sampler.n_output >= self.request.params.min_tokens  # before that, a stop string is only text
-            piece, matched = self.stops.feed(piece, armed)
+            piece, matched = self.stops.feed(piece, armed, special)
             if matched is not None:
                 self.finish_reason, self.stop_reason = "stop", matched
             elif ended:

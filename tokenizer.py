@@ -79,61 +79,52 @@ class StopChecker:
     is the one a reader of single characters would give, however the text is cut into chunks. `include_stop_str` shows
     the matched string, too. Raises ValueError for an empty stop string: it would match everything at once.
 
-    A stop string may spell special tokens, which add no text. `marks` says what to feed for those that occur: a lone
-    surrogate, which no text holds. `specials` finds their spellings, `id_of` their ids.
+    Special tokens add no text, and still count: what stops is in the text with them, or in the text without. So the
+    characters of both wait in one list, and each says whether it is shown.
     """
 
-    def __init__(
-        self,
-        stop: str | Iterable[str] | None = (),
-        include_stop_str: bool = False,
-        specials: re.Pattern = re.compile("(?!)"),
-        id_of: Callable[[str], int] | None = None,
-    ):
-        def mark(match: re.Match) -> str:
-            return self.marks.setdefault(id_of(match[0]), chr(0xD800 + len(self.marks)))
-
-        stops = [stop] if isinstance(stop, str) else list(stop or ())
-        if not all(stops):
+    def __init__(self, stop: str | Iterable[str] | None = (), include_stop_str: bool = False):
+        self._stops = [stop] if isinstance(stop, str) else list(stop or ())
+        if not all(self._stops):
             raise ValueError("stop holds an empty string: each needs at least one character; leave it out")
-        self.marks: dict[int, str] = {}  # by token id
-        self._stops = {form: item for item in stops for form in (item, specials.sub(mark, item))}
-        self._unmarked = dict.fromkeys(ord(one) for one in self.marks.values())
         self._include = include_stop_str
         # The longest run of characters that can be a beginning of a stop string without being all of it.
         self._longest = max(map(len, self._stops), default=1) - 1
-        self._held = ""  # a proper beginning of some stop string, not released yet
+        self._held: list[tuple[str, bool]] = []  # from a proper beginning of some stop string on
         self.matched: str | None = None
 
-    def feed(self, text: str, armed: bool = True) -> tuple[str, str | None]:
+    def feed(self, text: str, armed: bool = True, special: str = "") -> tuple[str, str | None]:
         """Text that is safe to show now, and the stop string that ended it (None: go on).
 
-        With `armed=False` nothing is looked for and everything is released (a request below its `min_tokens`): a stop
-        string that began there never matches. After a match all further text is swallowed.
+        `special` is the spelling of a special token behind the text. With `armed=False` nothing is looked for and
+        everything is released (a request below its `min_tokens`): a stop string that began there never matches. After
+        a match all further text is swallowed.
         """
         if self.matched is not None:
             return "", self.matched
-        text, self._held = self._held + text, ""
-        if not armed:
-            return self._shown(text), None
-        matches = [(start + len(s), start, s) for s in self._stops if (start := text.find(s)) >= 0]
+        waiting = self._held + [(character, True) for character in text] + [(character, False) for character in special]
+        first, matches = len(waiting), []  # first: where a stop string may have begun
+        for places in (range(first), [i for i, (_, shown) in enumerate(waiting) if shown]) if armed else ():
+            read = "".join(waiting[i][0] for i in places)
+            starts = ((stop, read.find(stop)) for stop in self._stops)
+            matches += [(places[at + len(stop) - 1], places[at], stop) for stop, at in starts if at >= 0]
+            for length in range(min(self._longest, len(read)), 0, -1):
+                if any(map(str.startswith, self._stops, repeat(read[-length:]))):
+                    first = min(first, places[-length])
+                    break
         if matches:
-            _, start, form = min(matches)
-            self.matched = self._stops[form]
-            return self._shown(text[:start]) + (self.matched if self._include else ""), self.matched
-        for length in range(min(self._longest, len(text)), 0, -1):
-            if any(map(str.startswith, self._stops, repeat(text[-length:]))):
-                self._held = text[-length:]
-                return self._shown(text[:-length]), None
-        return self._shown(text), None
+            _, first, self.matched = min(matches)
+        shown, self._held = _shown(waiting[:first]), waiting[first:]
+        return shown + (self.matched if self.matched and self._include else ""), self.matched
 
     def flush(self) -> str:
         """At the end of the text: what was held back after all did not become a stop string."""
-        held, self._held = self._held, ""
-        return self._shown(held)
+        held, self._held = self._held, []
+        return "" if self.matched else _shown(held)
 
-    def _shown(self, text: str) -> str:
-        return text.translate(self._unmarked) if self.marks else text
+
+def _shown(characters: list[tuple[str, bool]]) -> str:
+    return "".join(character for character, shown in characters if shown)
 
 
 class Tokenizer:
@@ -298,9 +289,9 @@ class Tokenizer:
         to_bytes = self._shown_bytes if skip_special_tokens else self.token_bytes
         return Detokenizer(to_bytes, prompt_ids, self._strip_first_space)
 
-    def stop_checker(self, stop: Iterable[str], include_stop_str: bool = False) -> StopChecker:
-        """A checker that finds special tokens in stop strings."""
-        return StopChecker(stop, include_stop_str, self._controls.spelled, self._library.token_to_id)
+    def special_text(self, token_id: int) -> str:
+        """How a special token is spelled; "" for any other."""
+        return self._added[token_id].content if token_id in self._special_ids else ""
 
     def _token_bytes(self, token_id: int) -> bytes:
         """The bytes an id adds to a text; b"" for ids that the tokenizer does not have."""

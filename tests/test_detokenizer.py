@@ -193,10 +193,10 @@ def test_special_tokens_in_stop_strings_stop_and_are_not_shown():
     end, start = (tokenizer.encode(text, add_special_tokens=False)[0] for text in ("<|im_end|>", "<|im_start|>"))
 
     def shown(stop: list[str], *pieces: str | int, include=False) -> tuple[str, str | None]:
-        checker = tokenizer.stop_checker(stop, include)
-        text = "".join(
-            checker.feed(checker.marks.get(piece, "") if isinstance(piece, int) else piece)[0] for piece in pieces
-        )
+        checker, text = StopChecker(stop, include), ""
+        for piece in pieces:
+            special = isinstance(piece, int)
+            text += checker.feed("", special=tokenizer.special_text(piece))[0] if special else checker.feed(piece)[0]
         return text + checker.flush(), checker.matched
 
     assert shown(["<|im_end|>"], "a", start, "b", end, "c") == ("ab", "<|im_end|>")
@@ -207,4 +207,9 @@ def test_special_tokens_in_stop_strings_stop_and_are_not_shown():
         ".<|im_end|>\n<|im_start|>",
     )
     assert shown([".<|im_end|>!"], "a.", end) == ("a.", None)
+    for stop in (["bc"], ["bc", "<|im_end|>x"], ["c<|im_end|>", "bc"]):  # across one that another begins or ends with
+        assert shown(stop, "ab", end, "cd") == ("a", "bc")
+    for stop in ("im_", "b<|im", "end|>c", "|>c"):  # a part of one
+        assert shown([stop], "ab", end, "cd") == ("a" if stop == "b<|im" else "ab", stop)
+    assert shown(["end|>d", "<"], "ab") == ("ab", None) and shown(["end|>d"], "b", end, "cd") == ("bcd", None)
     assert shown(["x"], "a", end, "\ue000b") == ("a\ue000b", None)
