@@ -13,6 +13,7 @@ Left out: GGUF vocabularies (gguf_vocab.py), tokenizer.model without tokenizer.j
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,24 +68,35 @@ def read_library(folder: Path, added: dict[str, dict]) -> tokenizers.Tokenizer:
         "AutoTokenizer.from_pretrained(folder).save_pretrained(folder))",
     )
     library = _library(path, definition)
-    if not isinstance(added, dict) or not all(i.isdecimal() and isinstance(token, dict) for i, token in added.items()):
+    legal = isinstance(added, dict) and all(re.fullmatch("0|[1-9][0-9]{0,9}", i) for i in added)
+    if not legal or not all(isinstance(token, dict) for token in added.values()):
         raise ValueError("tokenizer_config.json: added_tokens_decoder must map token ids to objects with their content")
-    named = {content_of(token, f"added_tokens_decoder[{i}]"): int(i) for i, token in added.items()}
     tokens = {token["id"]: token for token in definition.get("added_tokens") or ()}
-    tokens |= {i: _token(**added[str(i)]) for text, i in named.items() if library.token_to_id(text) is None}
-    if any(library.token_to_id(token["content"]) != i for i, token in tokens.items()):
+    texts = {i: piece for piece, i in library.get_vocab(with_added_tokens=False).items()}
+    texts |= {i: token["content"] for i, token in tokens.items()}
+    ids = {text: i for i, text in texts.items()}
+    for i, token in ((int(i), token) for i, token in added.items()):
+        text = content_of(token, f"added_tokens_decoder[{i}]")
+        if texts.setdefault(i, text) != text or ids.setdefault(text, i) != i:
+            raise _misfit(text, i, f"{texts[i]!r} has it" if texts[i] != text else f"its id is {ids[text]}")
+        tokens.setdefault(i, _token(**token))
+    shifted = any(library.token_to_id(token["content"]) != i for i, token in tokens.items())
+    if shifted:
         first, end = library.get_vocab_size(with_added_tokens=False), max(tokens)
         fillers = range(first, min(end, first + MOST_FILLERS))
         tokens = {i: _token(f"<|unused {i}|>", special=True) for i in fillers} | tokens
+    if shifted or tokens.keys() - library.get_added_tokens_decoder().keys():
         definition["added_tokens"] = [{**token, "id": i} for i, token in sorted(tokens.items())]
         library = _library(path, definition)
-    for text, i in named.items():
-        if library.token_to_id(text) != i:
-            raise ValueError(
-                f"tokenizer_config.json gives {text!r} the id {i}, tokenizer.json {library.token_to_id(text)}: "
-                "the files do not belong together"
-            )
+    for i, token in tokens.items():
+        if (found := library.token_to_id(token["content"])) != i:
+            raise _misfit(token["content"], i, f"it would be {found}")
     return library
+
+
+def _misfit(text: str, token_id: int, why: str) -> ValueError:
+    found = f"{text!r} is added under the id {token_id}, but {why}"
+    return ValueError(f"tokenizer.json, tokenizer_config.json: {found}: the files do not belong together")
 
 
 def _library(path: Path, definition: dict) -> tokenizers.Tokenizer:

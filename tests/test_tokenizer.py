@@ -98,9 +98,18 @@ def test_added_tokens_get_their_written_ids_also_behind_a_gap(tmp_path):
     definition["added_tokens"][-1]["id"] += 3  # in tokenizer.json itself
     (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
     assert Tokenizer.from_folder(tmp_path).encode("<think>") == [n - 1 + 3]
-    for wrong in ({"0": {"content": "<s>"}}, {"1000000000": {"content": "<far>"}}):
+    new = {"content": "<new>"}
+    texts = {"0": "<s>", "1000000000": "<far>", "70": "<new>", str(n - 1): "<new>", str(n): "a"}
+    for wrong in ({str(n): new, str(n + 1): new}, *({i: {"content": text}} for i, text in texts.items())):
         with pytest.raises(ValueError, match="do not belong together"):
             Tokenizer.from_folder(folder(tmp_path, byte_level_library(), added_tokens_decoder=wrong))
+
+
+def test_a_piece_of_the_vocabulary_may_be_declared_special(tmp_path):
+    piece = {"content": "the", "special": True}
+    i = byte_level_library().token_to_id("the")
+    tokenizer = Tokenizer.from_folder(folder(tmp_path, byte_level_library(), added_tokens_decoder={str(i): piece}))
+    assert tokenizer.is_special(i) and tokenizer.encode("xthe")[-1] == i and tokenizer.decode([i]) == ""
 
 
 def test_specials_come_from_the_config_or_the_map(tmp_path):
@@ -130,6 +139,7 @@ def test_specials_come_from_the_config_or_the_map(tmp_path):
             "must be a text",
         ),
         (lambda path: (path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"5": "a"}}'), "must map"),
+        (lambda path: (path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"٥": {}}}'), "must map"),
         (lambda path: (path / "chat_template.jinja").write_bytes(b"\xff\xfe"), "chat_template.jinja is not UTF-8"),
     ],
 )
