@@ -1,6 +1,7 @@
 """The load generator against a tiny server, and its arithmetic."""
 
 import asyncio
+import itertools
 import json
 import re
 import sys
@@ -14,6 +15,7 @@ from server_fixture import folder, make_llm, serving
 from benchmarks import serve as bench_serve
 from benchmarks.figures import spread
 from benchmarks.serve import Answer, summary, wait_for_address
+from serving.guard import ApiError
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +61,24 @@ def test_failures_are_counted_and_told(server, capsys):
     assert bench_serve.main([*flags, "--json"]) == 1
     result = json.loads(capsys.readouterr().out)
     assert result["failed"] == 3 and "400" in result["errors"][0] and set(result["ttft_s"].values()) == {None}
+
+
+def test_a_row_says_how_many_requests_were_refused_and_times_the_others(server, capsys, monkeypatch):
+    service, turn = server.app.state.service, itertools.count()
+    submit = service.submit
+
+    async def every_second(*args, **routing):
+        if args[2].max_tokens == 5 and next(turn) % 2:  # (the warm-up asks for 4)
+            raise ApiError(429, "full", Retry_After="1")
+        return await submit(*args, **routing)
+
+    monkeypatch.setattr(service, "submit", every_second)
+    flags = ["--prompt", "8", "--gen", "5", "--requests", "6"]
+    assert bench_serve.main(["--url", server.url, "--rates", "100", "200", *flags]) == 1
+    said = capsys.readouterr()
+    head, *rows = (line.split() for line in said.out.splitlines())
+    assert [dict(zip(head, row, strict=True))["failed"] for row in rows] == ["3", "3"] and "429" in said.err
+    assert not any("-" in row or "0" in row[2:] for row in rows), "the others were answered"
 
 
 def test_answers_of_one_token_have_no_time_per_token(server, capsys):
