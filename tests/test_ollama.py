@@ -33,7 +33,7 @@ def test_models_are_listed_and_shown(server):
     assert listed["name"] == loaded["name"] == "tiny" and listed["size"] > 0 and loaded["expires_at"]
     shown = server.post("/api/show", name="tiny:latest")
     assert shown["capabilities"] == ["completion"] and shown["model_info"]["llama.context_length"] == 512
-    assert server.http.head("/").status_code == 200 and server.http.get("/api/version").json()["version"]
+    assert server.http.get("/api/version").json()["version"]
 
 
 @pytest.mark.parametrize("action", ["pull", "create", "copy", "push", "embed", "embeddings"])
@@ -69,10 +69,3 @@ def test_the_document_says_what_is_sent(server):
         media = "application/x-ndjson" if path.startswith("/api/") else "text/event-stream"
         assert (media in told["200"]["content"]) == path.endswith(streams)
     assert server.http.get("/docs").status_code == 404, "a page that loads scripts from elsewhere"
-
-
-def test_of_two_keys_none_counts():
-    with serving({"tiny": make_llm()}, api_key="k") as running:
-        two = [("Authorization", "Bearer x"), ("Authorization", "Bearer k")]
-        assert [running.http.get("/v1/models", headers=two[i:]).status_code for i in (0, 1)] == [401, 200]
-        assert running.http.get("/v1/models", headers=two[::-1]).status_code == 401

@@ -269,7 +269,8 @@ def test_two_models_in_one_process():
 def test_api_key():
     with serving(api_key="s3cret") as server:
         assert server.http.get("/health").status_code == 200
-        for headers in ({}, {"Authorization": "Bearer s3cre"}, {"Authorization": "Basic s3cret"}):
+        two = [("Authorization", "Bearer x"), ("Authorization", "Bearer s3cret")]  # of which none counts
+        for headers in ({}, two, two[::-1], {"Authorization": "Bearer s3cre"}, {"Authorization": "Basic s3cret"}):
             answer = server.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
             assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
         with openai.OpenAI(base_url=server.url + "/v1", api_key="s3cret") as client:

@@ -301,7 +301,6 @@ def test_numbers_that_are_none_and_errors_that_stay_small(server):
         content = '{"prompt": "x", "temperature": ' + number + "}"
         answer = server.http.post("/v1/completions", content=content, headers=headers)
         assert answer.status_code == 400, number
-    assert "surrogate" in server.http.post("/v1/completions", content='{"prompt": "\\ud800"}', headers=headers).text
     for path in ("/v1/completions", "/v1/chat/completions"):
         answer = server.http.post(path, json={"prompt": ["x" * 100_000, 3], "messages": [3] * 5000, "x" * 5000: 1})
         assert answer.status_code == 400 and len(answer.content) < 10_000
